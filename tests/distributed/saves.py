@@ -38,7 +38,7 @@ def make() -> nn.Module:
 class Run:
     """One process group's turn: load, train, save and train on, each if it is asked for."""
 
-    spec: Spec
+    spec: Spec | None  # None: the first call of the model makes the plan, after the load
     dtype: str = "float32"
     moments: str = "float32"
     load: str | None = None  # a folder
@@ -122,7 +122,8 @@ def go_on(rank: int, size: int, run: Run) -> Outcome:
     """``run`` on one of ``size`` ranks."""
     training = Training(rank, size, run.spec, dtype=run.dtype, moments=run.moments)
     if run.load is not None:
-        training.train(range(7, 8))  # whatever that leaves behind, such as gathered weights, must not outlive the load
+        if run.spec is not None:  # whatever that leaves behind, such as gathered weights, must not outlive the load
+            training.train(range(7, 8))
         training.load(run.load)
     else:  # a frozen parameter, of which most ranks have nothing, must come from the save as well
         with protrain.full_parameters(training.model), torch.no_grad():
@@ -133,14 +134,6 @@ def go_on(rank: int, size: int, run: Run) -> Outcome:
         training.save(run.save)
     training.train(run.after)
     return Outcome(saved, training.states())
-
-
-def go_on_unplanned(rank: int, size: int, folder: str, steps: range) -> dict[str, Tensor]:
-    """The states after ``steps``, of a training that is loaded before the first call of the model plans it."""
-    training = Training(rank, size, None)
-    training.load(folder)
-    training.train(steps)
-    return training.states()
 
 
 def save_randoms(rank: int, size: int, folder: str) -> list[float]:

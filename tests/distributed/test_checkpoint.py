@@ -28,7 +28,6 @@ from tests.distributed.saves import (
     Run,
     fail_to_load,
     go_on,
-    go_on_unplanned,
     load_randoms,
     save_randoms,
 )
@@ -68,8 +67,8 @@ def test_a_save_of_any_number_of_ranks_loads_on_any_other(
 
 def test_a_save_loads_into_a_training_that_its_first_call_will_plan(tmp_path: Path) -> None:
     begun = go_on(0, 1, Run(THIRD, save=str(tmp_path), before=range(1), after=range(1, 2)))
-    for found in on_ranks(2, go_on_unplanned, 2, str(tmp_path), range(1, 2)):
-        assert_same(found, begun.final)
+    for outcome in on_ranks(2, go_on, 2, Run(None, load=str(tmp_path), before=range(1, 2))):
+        assert_same(outcome.final, begun.final)
 
 
 def test_each_rank_has_its_random_states_again_and_the_rest_of_rank_0(tmp_path: Path) -> None:
