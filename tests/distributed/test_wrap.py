@@ -20,6 +20,7 @@ from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
 from tests.engine import residual
 from tests.engine.harness import adamw, assert_same, default_loss, seeded
+from tests.tiny_models import LLAMA
 
 
 def make(*, dropout: float = 0.0) -> nn.Module:
@@ -163,7 +164,7 @@ def test_the_values_of_the_first_rank() -> None:
 def empty(rank: int) -> nn.Module:
     torch.manual_seed(5 + rank)
     with protrain.empty_parameters():
-        config = bits.transformers.MixtralConfig(**bits.LLAMA, num_local_experts=4)
+        config = bits.transformers.MixtralConfig(**LLAMA, num_local_experts=4)
         model: nn.Module = bits.transformers.MixtralForCausalLM(config)
     return model
 
