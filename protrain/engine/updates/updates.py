@@ -115,11 +115,11 @@ class Updates:
             self._assumed_scalars = None
 
     def settings(self) -> Settings:
-        """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
+        """The hyperparameters of this step's updates, and of the last one's, to be compared with other ranks'."""
         return Settings(self._groups.options(), self._last_scale.value)
 
     def arrived(self, chunks: list[Chunk]) -> None:
-        """No other visit of this backward brings gradients to ``chunks``: begin the updates that can begin now."""
+        """Begin the updates of ``chunks`` that can begin now, as this backward brings them no more gradients."""
         if self._groups.no_sync:
             return
         for chunk in chunks:
@@ -147,7 +147,7 @@ class Updates:
         chunk.begin(ChunkState.SPECULATED, update.early)
 
     def forget(self) -> None:
-        """All gradients are forgotten, and so are the speculative updates."""
+        """Forget the speculative updates, as all gradients are forgotten."""
         if self._begun:
             self._end_window()  # those that have not begun need not begin
             self._begun.clear()
@@ -176,7 +176,7 @@ class Updates:
             job.result()
         with self._streams.computing():
             if self.loss_scale is not None:
-                self.loss_scale.note_step()
+                self.loss_scale.count_step()
             self._last_scale = scale = NO_SCALE if factor is None else self._publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()

@@ -150,7 +150,7 @@ def weight_of(handle: Handle) -> Tensor:
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
         return engine.buffers.used(chunk).view(member).clone()
-    if chunk.ranks.several and engine.all_read:
+    if chunk.ranks.several and engine.collective_reads:
         chunk.ranks.meet(f"a read of {handle.name}")
         with engine.quiet():
             return read_weight(member).to(engine.memory.device)
