@@ -243,6 +243,9 @@ def test_into_a_second_copy_the_bits_are_those_in_place(
         grad = torch.randn(count).to(grad_dtype)
         adam(*expected, grad, scalars, scale=scale, threads=2)
         adam(*old, grad, scalars, scale=scale, threads=2, out=new)
+        weight = _shifted(old, start).weight
+        adam(*old, grad, scalars, scale=scale, threads=2, out=weight)
+        same_bits(weight, expected.weight)
         check(new, expected, same_bits)
         check(old, before, same_bits)
 
@@ -261,6 +264,13 @@ def test_a_wrong_second_copy_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             adam(*old, grad, _scalars(1), out=wrong)
+    for weight, message in (
+        (old.weight, r"out\.weight overlaps weight"),
+        (new.weight.half(), r"out\.weight must be torch\.bfloat16"),
+        (new.weight[:128], r"out\.weight has 128 elements and needs 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adam(*old, grad, _scalars(1), out=weight)
 
 
 def _arguments(count: int = 256) -> dict[str, Any]:
