@@ -126,6 +126,15 @@ def test_recorded_plans_of_two_gpus_take_the_time_and_memory_that_was_predicted(
         assert errors.device_lowest > -0.01
 
 
+def test_a_recorded_plan_that_could_not_be_made_today_is_named_and_not_judged() -> None:
+    (recorded,) = Results.load(RESULTS / "h200" / "planner-regret.json").cases
+    of_earlier = [point for point in recorded.points if "an earlier version, with n_weight_only=" in point.error]
+    assert 0 < len(of_earlier) < len(recorded.points)
+    errors = errors_of([recorded])
+    assert errors is not None
+    assert errors.points == len(recorded.points) - len(of_earlier)
+
+
 def test_errors_and_regret_are_relative_to_what_was_measured() -> None:
     recorded = Results.load(RESULTS / "h100" / "planner-2gpus.json").cases[0]
     points = recorded.points[:4]
