@@ -77,7 +77,7 @@ kernels: $(VENV)/.dev
 	$(RUN)/python -m tools.compile_kernels
 
 bench: $(VENV)/.dev
-	$(RUN)/protrain bench kernels --quick
+	$(RUN)/protrain bench kernels --quick $(BENCH_ARGS)
 
 docs: $(VENV)/.docs
 	$(RUN)/mkdocs build --strict

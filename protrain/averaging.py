@@ -77,11 +77,11 @@ class AveragedWeights:
             raise MisuseError("there is no average yet: call update() after steps of the training")
         engine.refuse_write("AveragedWeights.applied()")
         self._exchange(engine, members)
-        engine.bindings.lent_to = "AveragedWeights.applied()"
+        engine.bindings.weights_overridden_by = "AveragedWeights.applied()"
         try:
             yield
         finally:
-            engine.bindings.lent_to = ""
+            engine.bindings.weights_overridden_by = ""
             self._exchange(engine, members)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ class AveragedWeights:
     def _members(self) -> tuple[Engine, list[Member]]:
         engine, members = members_of(self._model, "AveragedWeights")
         engine.bindings.refuse_inside_full_parameters("AveragedWeights")
-        engine.bindings.refuse_lent("AveragedWeights")
+        engine.bindings.refuse_overridden("AveragedWeights")
         return engine, [member for member in members if member.group >= 0]
 
     @torch.inference_mode(False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +35,6 @@ def test_pretraining_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     weights = [tmp_path / name / "model/model.safetensors" for name in ("whole", "resumed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert (tmp_path / "whole/loss.png").stat().st_size > 0
-
-
-@pytest.mark.slow
-def test_pretraining_has_the_same_bits_in_two_processes(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("matplotlib")
-    script = [str(EXAMPLES / "pretrain.py"), "--device", "cpu", "--steps", "3", "--micro-batches", "2", "--folder"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    for launcher, name in ([sys.executable], "one"), (torchrun, "two"):
-        subprocess.run([*launcher, *script, str(tmp_path / name)], check=True)
-    weights = [tmp_path / name / "model/model.safetensors" for name in ("one", "two")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.slow

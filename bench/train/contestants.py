@@ -77,7 +77,6 @@ KINDS = {
     ),
     "loop": _client("a loop"),
     "accelerate": _client("Accelerate", "accelerate"),
-    "fabric": _client("Fabric", "lightning"),
     "lightning": _client("Lightning's Trainer", "lightning"),
     "trainer": _client("transformers' Trainer", "accelerate"),
     "sft": _client("TRL's SFTTrainer", "trl", "datasets"),

@@ -1,29 +1,23 @@
 """Models to which peft has added an adapter: what is saved and exported of them.
 
 They are exported as the adapter alone, or with the adapter merged in. A checkpoint may leave out the weights that the
-adapter was added to (``Base``): they do not change, and are most of the model.
+adapter was added to (``base``): they do not change, and are most of the model.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from protrain.checkpoint.tensor_files import file_crc32
 from protrain.common.adapters import adapted_layers, adapter_names, base_name, in_peft_model, is_peft_model
 from protrain.common.errors import CheckpointError
-from protrain.common.records import Record
-from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.ranks import Ranks
-from protrain.engine.states.weight_files import reading, weight_files, weight_sources
+from protrain.engine.states.weight_files import reading, weight_sources
 
 ADAPTER_FILE = "adapter_model"
 
@@ -33,29 +27,7 @@ def has_adapter(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None)) and (is_peft_model(model) or bool(adapter_names(model)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Base(Record):
-    """The model that an adapter was added to, as a checkpoint without its weights refers to it."""
-
-    folder: str  # where it was; another folder with the same files is the same base
-    files: dict[str, int]  # its files of weights, with their CRC-32
-
-    @classmethod
-    def of(cls, folder: Path, ranks: Ranks) -> Base:
-        """The base in ``folder``. All ranks must call it, and each reads a share of the files.
-
-        Raises:
-            ValueError, OSError: a file is missing or cannot be read. It is raised on all ranks.
-        """
-        own: dict[str, int] = {}
-        with raised_on_all(ranks), ThreadPoolExecutor(max_workers=4) as pool:
-            files = weight_files(folder)[ranks.rank :: ranks.size]
-            own = {file.name: crc32 for file, crc32 in zip(files, pool.map(file_crc32, files), strict=True)}
-        every = ranks.all_values(own, "the checksums of the model's files")
-        return cls(folder=str(folder.absolute()), files={name: part[name] for part in every for name in part})
-
-
-def base_weights(model: nn.Module, base: object | None) -> set[str]:
+def base_weights(model: nn.Module, base: str | None) -> set[str]:
     """The names of the parameters that a save with ``base`` leaves out: all that is neither trained nor an adapter's.
 
     Quantised weights are among them, as they follow from the files of the base. Without a base there are none.
@@ -66,20 +38,13 @@ def base_weights(model: nn.Module, base: object | None) -> set[str]:
     return {name for name, p in model.named_parameters() if not p.requires_grad and name not in own}
 
 
-def check_base(save: Path, manifest: dict[str, Any], base: Base | None) -> None:
-    """Raise a CheckpointError unless ``base`` is the one that ``save`` refers to, if it refers to one."""
-    if "base" not in manifest:
-        return
-    saved = Base.from_dict(manifest["base"])
-    if base is None:
+def check_base(save: Path, manifest: dict[str, Any], base: str | None) -> None:
+    """Raise a CheckpointError unless ``base`` is what ``save`` calls the weights that it leaves out, if it does."""
+    saved = manifest.get("base")
+    if saved not in (None, base):
         raise CheckpointError(
-            f"{save} holds an adapter and not the weights of {saved.folder}: give that model, and base= to load it"
-        )
-    different = sorted(name for name, _ in saved.files.items() ^ base.files.items())
-    if different:
-        raise CheckpointError(
-            f"{save} holds an adapter for the weights of {saved.folder}, and those of {base.folder} are others: "
-            f"{different[0]} differs; give the model that the adapter was trained for"
+            f"{save} holds an adapter and not the weights of {saved!r}, and base={base!r} was given: give the model "
+            f"that the adapter was trained for, and base={saved!r}"
         )
 
 

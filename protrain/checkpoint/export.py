@@ -23,7 +23,8 @@ from protrain.checkpoint.adapters import (
     reading_base,
     write_adapter_config,
 )
-from protrain.checkpoint.manifest import verify_bytes
+from protrain.checkpoint.loading import check_model
+from protrain.checkpoint.manifest import read_manifest, verify_bytes
 from protrain.checkpoint.parameter_files import BUFFERS, SavedParameter, compare_names, saved_parameters
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, complete_folder, open_tensors
 from protrain.common.adapters import within_peft
@@ -78,48 +79,49 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
 
 def export_save(
     save: Path,
-    manifest: dict[str, Any],
     model: nn.Module,
     folder: Path,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     merge: bool = False,
     base: Path | None = None,
 ) -> None:
-    """Do what ``export`` does with the weights of ``save`` in ``dtype``. ``model`` may be on the meta device.
+    """Do what ``export`` does with the weights of ``save`` in ``dtype``, or in the type in which they were trained.
 
-    If the save has no weights of the model that its adapter was added to, ``merge`` reads them from the folder
-    ``base``.
+    ``model`` may be on the meta device. If the save has no weights of the model that its adapter was added to,
+    ``merge`` reads them from the folder ``base``.
 
     Raises:
         CheckpointError: a file of the save is damaged, or it is of another model.
         ValueError, OSError: as ``export`` does.
     """
+    manifest = read_manifest(save)
+    managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
+    needs_base = merge and manifest.get("base") is not None
+    check_model(save, manifest, model, list(managed), None if needs_base and base is None else manifest.get("base"))
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])
     for name, saved in parameters.items():
-        shape = model.get_parameter(name).shape
+        shape = managed[name].shape
         if saved.shape != shape:
             raise CheckpointError(f"{save} is of another model: {name} is {[*saved.shape]} there and {[*shape]} here")
-
-    whole = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
-    names = whole if merge else list(parameters)
+    trained = DTYPES[manifest["dtype"]]
+    wanted = dtype or trained
     with ExitStack() as stack:
-        read_base = None
-        if merge and "base" in manifest and base is not None:
-            read_base = stack.enter_context(reading_base(model, base, DTYPES[manifest["dtype"]]))
+        read_base = stack.enter_context(reading_base(model, base, trained)) if needs_base and base else None
 
         def read(name: str) -> Tensor:
             if read_base is None or name in parameters:
-                return weight_of(parameters[name], dtype)
-            return read_base(name).to(dtype)
+                return weight_of(parameters[name], wanted)
+            return read_base(name).to(wanted)
 
         buffers = stack.enter_context(open_tensors(save / BUFFERS))
         others = set(unmanaged(model))
         compare_names(save, "buffer", others & set(buffers.keys()), others)
         tensors = {name: buffers.get_tensor(name) for name in others}
-        _write(folder, model, names, read, tensors, dtype, tokenizer, Ranks(None), merge)
+        names = managed if merge else parameters
+        _write(folder, model, names, read, tensors, wanted, tokenizer, Ranks(None), merge)
 
 
 def weight_of(saved: SavedParameter, dtype: torch.dtype) -> Tensor:
@@ -169,11 +171,11 @@ def _write(
         for name, weight in weights:
             with raised_on_all(ranks):
                 if first:
-                    writer.add({name: weight})
+                    writer.add(name, {name: weight})
         with raised_on_all(ranks):
             if first:
                 for name, tensor in others.items():
-                    writer.add({name: tensor})
+                    writer.add(name, {name: tensor})
                 writer.flush()
                 _write_index(scratch, writer, stem)
                 unfinished.close()
@@ -200,10 +202,10 @@ def _write_configs(folder: Path, model: Any, dtype: torch.dtype, tokenizer: Any,
 def _write_index(folder: Path, writer: TensorWriter, stem: str) -> None:
     """Write which file has which tensor, or give the only file the name that needs no index."""
     if len(writer.files) == 1:
-        os.rename(folder / writer.files[0].name, folder / f"{stem}.safetensors")
+        os.rename(folder / next(iter(writer.files)), folder / f"{stem}.safetensors")
         return
     index = {
-        "metadata": {"total_size": sum(file.entry["bytes"] for file in writer.files)},
-        "weight_map": {key: file.name for file in writer.files for key in file.keys},
+        "metadata": {"total_size": sum(entry["bytes"] for entry in writer.files.values())},
+        "weight_map": {name: file for file, entry in writer.files.items() for name in entry["parameters"]},
     }
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

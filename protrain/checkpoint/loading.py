@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from protrain.checkpoint.adapters import Base, base_weights, check_base
+from protrain.checkpoint.adapters import base_weights, check_base
 from protrain.checkpoint.manifest import (
     check_files,
     decode,
@@ -42,7 +42,7 @@ def load_checkpoint(
     optimizer: ProTrainOptimizer,
     *,
     scheduler: LRScheduler | None = None,
-    base: Base | None = None,
+    base: str | None = None,
 ) -> Any:
     """Load the newest save in ``folder``, or ``folder`` itself if it is a save. Returns the ``extra`` of the save.
 
@@ -52,7 +52,7 @@ def load_checkpoint(
     batch and was not called yet, the states of its parameters are read in its first call. So ``folder`` must stay, and
     until then parameters and states can be neither read nor written.
 
-    A save that was made with a ``base`` needs the same base, whose weights ``model`` has.
+    A save that was made with a ``base`` needs the same one, and a ``model`` that has those weights.
 
     With several ranks all of them must call it. The number of ranks may be another than that of the save. Then rank r
     takes the random states that rank r had, and one that the save does not have keeps its own, with a warning.
@@ -111,7 +111,7 @@ def load_checkpoint(
     return extra
 
 
-def check_model(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str], base: Base | None) -> None:
+def check_model(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str], base: str | None) -> None:
     """Raise a CheckpointError unless ``save`` has the files of ``manifest``, and the parameters ``names`` of ``model``.
 
     No file is read, however large the save is.

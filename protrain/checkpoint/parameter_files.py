@@ -15,7 +15,7 @@ names, and with a prefix what quantised weights need besides their numbers, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from protrain.checkpoint.manifest import EXTRA
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of, same_bytes
-from protrain.distributed.agreement import Aside
+from protrain.distributed.agreement import StoreExchange
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -36,7 +36,7 @@ BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besi
 
 
 def write_parameters(
-    scratch: Path, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
+    scratch: Path, parts: Iterable[tuple[str, Part]], ranks: Ranks | StoreExchange
 ) -> tuple[dict[str, dict[str, Any]], int]:
     """Write ``parts``, what this rank has of all parameters by their names, one after another.
 
@@ -47,48 +47,15 @@ def write_parameters(
     # The ranks of a node share its memory, in which an async_save has the tensors of the file that it writes.
     writer = TensorWriter(scratch, prefix, FILE_BYTES // ranks.on_node)
     step = 0
-    written: dict[str, dict[str, Any]] = {}
     for name, part in parts:
         elements = part.elements
         if elements.start == elements.stop and (ranks.rank > 0 or not part.is_whole):
             continue
         step = max(step, int(part.tensors.get("step", 0)))
-        written[name] = {
-            "shape": [*part.shape],
-            "elements": [elements.start, elements.stop],
-            "kinds": [*part.tensors],
-        }
-        writer.add({f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()})
+        about = {"shape": [*part.shape], "elements": [elements.start, elements.stop], "kinds": [*part.tensors]}
+        writer.add(name, {f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()}, about)
     writer.flush()
-    entries: dict[str, dict[str, Any]] = {}
-    for file in writer.files:
-        names = dict.fromkeys(key.partition("/")[2] for key in file.keys)
-        entries[file.name] = {**file.entry, "parameters": {name: written[name] for name in names}}
-    return entries, step
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one file has of a parameter of ``shape``: the elements ``first`` to ``stop``, of each kind of state."""
-
-    path: Path
-    name: str
-    shape: torch.Size
-    first: int
-    stop: int
-    kinds: tuple[str, ...]
-
-    def read(self, tensors: Any, kind: str, first: int, stop: int) -> Tensor:
-        """The elements ``first`` to ``stop`` of the parameter, 1-d, or its step, which the file ``tensors`` has."""
-        value: Tensor = tensors.get_tensor(f"{kind}/{self.name}")
-        return value if kind == "step" else value.view(-1)[first - self.first : stop - self.first]
-
-
-def _parts_in(path: Path, entry: dict[str, Any]) -> Iterator[_Part]:
-    """What the file at ``path`` has, by its ``entry`` in the manifest."""
-    for name, part in entry["parameters"].items():
-        first, stop = part["elements"]
-        yield _Part(path, name, torch.Size(part["shape"]), first, stop, tuple(part["kinds"]))
+    return writer.files, step
 
 
 def own_parts(
@@ -100,28 +67,35 @@ def own_parts(
     """
     for file, entry in files.items():
         with open_tensors(save / file) as tensors:
-            for part in _parts_in(save / file, entry):
-                own = optimizer.own_elements(part.name)
-                first = max(own.start, part.first)
-                stop = max(first, min(own.stop, part.stop))
-                states = {kind: part.read(tensors, kind, first, stop) for kind in part.kinds}
-                yield part.name, slice(first, stop), states
+            for name, part in entry["parameters"].items():
+                own, (begin, end) = optimizer.own_elements(name), part["elements"]
+                first = max(own.start, begin)
+                stop = max(first, min(own.stop, end))
+                elements = slice(first - begin, stop - begin)
+                yield name, slice(first, stop), {kind: _read(tensors, kind, name, elements) for kind in part["kinds"]}
+
+
+def _read(tensors: Any, kind: str, name: str, elements: slice) -> Tensor:
+    """These ``elements`` of the run of a parameter that the file ``tensors`` has, 1-d, or the parameter's step."""
+    value: Tensor = tensors.get_tensor(f"{kind}/{name}")
+    return value if kind == "step" else value.view(-1)[elements]
 
 
 @dataclass(frozen=True)
 class SavedParameter:
     """The whole states of one parameter in the files of a save."""
 
-    parts: list[_Part]  # in the order of their elements
+    name: str
     shape: torch.Size
     kinds: tuple[str, ...]
+    runs: list[tuple[int, int, Path]] = field(default_factory=list)  # of its elements: first, stop, and the file
 
     def read(self, kind: str) -> Tensor:
         """The state of that ``kind``. If it lies whole in one file, memory is taken by what is used of it."""
         values = []
-        for part in self.parts if kind != "step" else self.parts[:1]:
-            with open_tensors(part.path) as tensors:
-                values.append(part.read(tensors, kind, part.first, part.stop))
+        for _, _, path in self.runs:
+            with open_tensors(path) as tensors:
+                values.append(_read(tensors, kind, self.name, slice(None)))
         if kind == "step":
             return values[0]
         return (values[0] if len(values) == 1 else torch.cat(values)).view(self.shape)
@@ -137,17 +111,15 @@ def saved_parameters(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[st
     Raises:
         CheckpointError: the save does not have every element of them once.
     """
-    found: dict[str, list[_Part]] = {}
+    saved: dict[str, SavedParameter] = {}
     for file, entry in files.items():
-        for part in _parts_in(save / file, entry):
-            found.setdefault(part.name, []).append(part)
-    saved = {}
-    for name, parts in found.items():
-        parts.sort(key=lambda part: (part.first, part.stop))
-        shape = parts[0].shape
-        if [0, *(part.stop for part in parts)] != [*(part.first for part in parts), shape.numel()]:
+        for name, part in entry["parameters"].items():
+            one = saved.setdefault(name, SavedParameter(name, torch.Size(part["shape"]), tuple(part["kinds"])))
+            one.runs.append((*part["elements"], save / file))
+    for name, one in saved.items():
+        one.runs.sort()
+        if [0, *(stop for _, stop, _ in one.runs)] != [*(first for first, _, _ in one.runs), one.shape.numel()]:
             raise CheckpointError(f"{save} is damaged: it does not have every element of {name} once")
-        saved[name] = SavedParameter(parts, shape, parts[0].kinds)
     return saved
 
 
@@ -162,7 +134,7 @@ def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer:
 
 def unmanaged_tensors(model: nn.Module, left_out: set[str]) -> dict[str, Tensor]:
     """The unmanaged tensors of ``model`` by their names in a save, without parameters ``left_out``."""
-    return {**_buffers(model), **_unmanaged(model, left_out), **_statistics(model, left_out)}
+    return {**_plain(model, left_out), **_statistics(model, left_out)}
 
 
 def match_saved(save: Path, model: nn.Module, left_out: set[str]) -> list[tuple[Tensor, Tensor]]:
@@ -171,14 +143,13 @@ def match_saved(save: Path, model: nn.Module, left_out: set[str]) -> list[tuple[
     Raises:
         CheckpointError: the save is of another model.
     """
-    buffers, unmanaged, statistics = _buffers(model), _unmanaged(model, left_out), _statistics(model, left_out)
+    plain, statistics = _plain(model, left_out), _statistics(model, left_out)
     found = []
     with open_tensors(save / BUFFERS) as tensors:
         keys = set(tensors.keys())
         saved_names = {key for key in keys if not key.startswith((BESIDE, EXTRA))}
-        compare_names(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
-        compare_names(save, "frozen parameter", saved_names & unmanaged.keys(), set(unmanaged))
-        for name, target in {**buffers, **unmanaged}.items():
+        compare_names(save, "buffer or frozen parameter", saved_names, set(plain))
+        for name, target in plain.items():
             saved = tensors.get_tensor(name)
             if saved.shape != target.shape or saved.dtype != target.dtype:
                 raise CheckpointError(
@@ -203,19 +174,11 @@ def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> 
             raise CheckpointError(f"{save} is of another model: it {verb} the {what} {min(names)!r}, which {other}")
 
 
-def _unmanaged(model: nn.Module, left_out: set[str]) -> dict[str, Tensor]:
-    """The unmanaged parameters, as the plain tensors that they are made of."""
-    return {
-        part: tensor
-        for name, parameter in model.named_parameters()
-        if not is_managed(parameter) and name not in left_out
-        for part, tensor in made_of(parameter, name).items()
-    }
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers, as the plain tensors that they are made of."""
-    return {part: tensor for name, buffer in model.named_buffers() for part, tensor in made_of(buffer, name).items()}
+def _plain(model: nn.Module, left_out: set[str]) -> dict[str, Tensor]:
+    """The buffers and the unmanaged parameters, as the plain tensors that they are made of."""
+    frozen = {n: each for n, each in model.named_parameters() if not is_managed(each) and n not in left_out}
+    whole = {**dict(model.named_buffers()), **frozen}
+    return {part: tensor for name, each in whole.items() for part, tensor in made_of(each, name).items()}
 
 
 def _statistics(model: nn.Module, left_out: set[str]) -> dict[str, Tensor]:

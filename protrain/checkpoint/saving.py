@@ -19,7 +19,7 @@ The first rank does all else alone: it makes the hidden folder, and when all ran
 disk, it writes the manifest and renames the folder.
 
 [Note: saves beside the training] ``async_save`` takes all that can change at once, and a thread of each rank writes it.
-The threads must not issue collectives, so what they say to each other is in ``protrain.distributed.agreement.Aside``.
+The threads must not issue collectives, so they exchange values by ``protrain.distributed.agreement.StoreExchange``.
 The next save to that folder, or a load, waits for them first, because it would take their hidden folder for one that
 was left behind.
 """
@@ -43,13 +43,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from protrain.checkpoint.adapters import Base, base_weights
+from protrain.checkpoint.adapters import base_weights
 from protrain.checkpoint.manifest import MANIFEST, encode, list_saves, random_state, write_manifest
 from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, write_parameters
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
 from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes
-from protrain.distributed.agreement import Aside, raised_on_all
+from protrain.distributed.agreement import StoreExchange, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 from protrain.engine.weights.parameter import PresentParameter
@@ -71,7 +71,7 @@ def save_checkpoint(
     scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
-    base: Base | None = None,
+    base: str | None = None,
 ) -> Path:
     """Save the training state atomically as a new numbered save in ``folder``. Returns the path of the save.
 
@@ -87,7 +87,8 @@ def save_checkpoint(
         keep: How many saves of this run stay, this one included. Older ones are deleted once it is complete. Those of
             the run are what ``optimizer`` has saved, what it has loaded, and what was in that folder before. No others
             are deleted.
-        base: The model that an adapter was added to. Its weights are then left out, and a load needs the same base.
+        base: A name for the weights that an adapter was added to, such as that of the model on the Hub. They are then
+            left out of the save, and a load needs a model that has them, and the same name.
 
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, ``folder`` is itself a save, ``keep`` is no whole number from
@@ -114,7 +115,7 @@ def async_save(
     scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
-    base: Base | None = None,
+    base: str | None = None,
 ) -> Future[Path]:
     """Do what ``save_checkpoint`` does, and train on while a thread writes a copy of the state.
 
@@ -137,7 +138,7 @@ def async_save(
     wait_for_async_saves(optimizer, root)
     name = ranks.of_first(f"async_save {uuid4()}")
     with raised_on_all(ranks):
-        aside = Aside(ranks, name)  # before the folder is locked, as the store may be gone
+        aside = StoreExchange(ranks, name)  # before the folder is locked, as the store may be gone
         in_place = list(optimizer.export_parts(_saved_names(model, optimizer, base)))
         needed_bytes = sum(tensor.nbytes for _, part in in_place for tensor in part.tensors.values())
         free_bytes = optimizer.hardware.host_bytes - optimizer.plan.host_bytes
@@ -169,7 +170,7 @@ def own_saves(optimizer: ProTrainOptimizer) -> list[Path]:
     return _of_run.setdefault(optimizer, [])
 
 
-def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | None) -> list[str]:
+def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: str | None) -> list[str]:
     """The names of the parameters that a save holds: all but those of ``base``."""
     left_out = base_weights(model, base)
     return [name for name in optimizer.parameter_names() if name not in left_out]
@@ -206,7 +207,7 @@ def _begin(
     scheduler: LRScheduler | None,
     extra: Any,
     keep: int,
-    base: Base | None,
+    base: str | None,
 ) -> Save:
     """Begin a save with what a training has beside its parameters."""
     if not isinstance(keep, int) or keep < 1:
@@ -246,7 +247,7 @@ def begin_save(
     return save
 
 
-def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside) -> Path:
+def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | StoreExchange) -> Path:
     """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
     first = ranks.rank == 0
     with save.close:
@@ -274,7 +275,9 @@ def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | As
         return target
 
 
-def _finish_beside(save: Save, parts: Iterable[tuple[str, Part]], aside: Aside, warn: Callable[[str], None]) -> Path:
+def _finish_beside(
+    save: Save, parts: Iterable[tuple[str, Part]], aside: StoreExchange, warn: Callable[[str], None]
+) -> Path:
     """Finish the save in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
     try:
         return finish_save(save, parts, aside)
@@ -289,7 +292,7 @@ def _contents(
     optimizer: ProTrainOptimizer,
     scheduler: LRScheduler | None,
     extra: Any,
-    base: Base | None,
+    base: str | None,
     randoms: list[Any],
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What the manifest says of the state that is no parameter's, and the tensors of that state."""
@@ -306,7 +309,7 @@ def _contents(
             for name, module in with_extra_state(model).items()
         },
         "random": randoms,  # of each rank
-        **({} if base is None else {"base": base.to_dict()}),
+        "base": base,
     }
     return manifest, tensors | unmanaged_tensors(model, base_weights(model, base))
 

@@ -26,15 +26,6 @@ _PIECE_ELEMENTS = 1 << 20  # that are written at once: a save needs this memory 
 _Content = Tensor | StateInPlace  # of one tensor in a file
 
 
-@dataclass(frozen=True)
-class TensorFile:
-    """One written file."""
-
-    name: str
-    keys: tuple[str, ...]  # the tensors in it
-    entry: dict[str, int]  # what a manifest says of it
-
-
 @dataclass
 class TensorWriter:
     """Collects tensors and writes ``PREFIX-00001.safetensors``, ... of about ``file_bytes`` each.
@@ -46,25 +37,31 @@ class TensorWriter:
     folder: Path
     prefix: str
     file_bytes: int = FILE_BYTES
-    files: list[TensorFile] = field(default_factory=list)
+    # What a manifest says of each written file: its bytes, its CRC-32 and the parameters in it.
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pending: dict[str, _Content] = field(default_factory=dict)
+    _parameters: dict[str, Any] = field(default_factory=dict)
     _pending_bytes: int = 0
 
-    def add(self, tensors: Mapping[str, _Content]) -> None:
-        """Take ``tensors``, by their keys in the file. They must not change until they are written."""
+    def add(self, name: str, tensors: Mapping[str, _Content], about: Any = None) -> None:
+        """Take ``tensors`` of the parameter ``name`` by their keys in the file, and what a manifest says ``about`` it.
+
+        They must not change until they are written.
+        """
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._pending and self._pending_bytes + size > self.file_bytes:
             self.flush()
         self._pending |= tensors
         self._pending_bytes += size
+        self._parameters[name] = about
 
     def flush(self) -> None:
         """Write what is pending."""
-        if not self._pending:
-            return
-        name = f"{self.prefix}-{len(self.files) + 1:05d}.safetensors"
-        self.files.append(TensorFile(name, tuple(self._pending), write_tensors(self.folder / name, self._pending)))
-        self._pending, self._pending_bytes = {}, 0
+        if self._pending:
+            name = f"{self.prefix}-{len(self.files) + 1:05d}.safetensors"
+            written = write_tensors(self.folder / name, self._pending)
+            self.files[name] = {**written, "parameters": self._parameters}
+            self._pending, self._parameters, self._pending_bytes = {}, {}, 0
 
 
 def write_tensors(path: Path, tensors: Mapping[str, _Content]) -> dict[str, int]:
@@ -120,15 +117,6 @@ def open_tensors(path: Path) -> Any:
         return open_file(path)
     except safetensors_package().SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-
-
-def file_crc32(path: Path) -> int:
-    """The CRC-32 of a file's bytes. As zlib releases the GIL, several files can be checked in parallel."""
-    crc32 = 0
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(1024**2):  # a load checks several files at once, on each rank
-            crc32 = zlib.crc32(piece, crc32)
-    return crc32
 
 
 @contextmanager

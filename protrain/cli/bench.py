@@ -1,7 +1,7 @@
 """`protrain bench`: measures parts of ProTrain against their peers.
 
 The benchmarks live in the repository's folder ``bench``, beside the results that they produced. The installed package
-doesn't contain them. The command becomes the benchmark, which has options and an exit status of its own.
+does not contain them. The command becomes the benchmark, which has options and an exit status of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-
-import protrain
 
 _EXAMPLE = """examples:
   protrain bench kernels --quick --out results
@@ -45,16 +43,10 @@ def run(args: argparse.Namespace) -> None:
     """Run `protrain bench BENCHMARK`, in place of this process.
 
     Raises:
-        ValueError: there is no checkout.
+        ValueError: this is no checkout.
     """
-    roots = [Path(protrain.__file__).resolve().parents[1], Path.cwd()]
-    root = next((root for root in roots if (root / "bench" / args.benchmark).is_dir()), None)
-    if root is None:
-        raise ValueError(
-            f"bench/{args.benchmark} is in neither {' nor '.join(map(str, dict.fromkeys(roots)))}, and the installed "
-            "package doesn't contain it: run this from a checkout of the repository"
-        )
-    is_suite = args.benchmark == "kernels"
-    words = ["pytest", str(root / "bench" / "kernels")] if is_suite else [f"bench.{args.benchmark}"]
-    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.execve(sys.executable, [sys.executable, "-m", *words, *args.options], {**os.environ, "PYTHONPATH": paths})
+    folder = Path("bench", args.benchmark)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder} here: run this in a checkout of the repository")
+    words = ["pytest", str(folder)] if args.benchmark == "kernels" else [f"bench.{args.benchmark}"]
+    os.execv(sys.executable, [sys.executable, "-m", *words, *args.options])

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.export import export_save
-from protrain.checkpoint.loading import check_model
-from protrain.checkpoint.manifest import STATES, find_save, read_manifest
+from protrain.checkpoint.manifest import STATES, find_save
 from protrain.cli.models import read_architecture
 from protrain.cli.trained import choose_trained
 from protrain.common.cache import on_disk
-from protrain.common.parameters import DTYPES, is_managed
+from protrain.common.parameters import DTYPES
 from protrain.common.progress import stage
-from protrain.distributed.ranks import Ranks
 
 
 def export(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
     save = find_save(_saves_of(args.checkpoint))
     architecture = choose_trained(read_architecture(on_disk(args.model, weights=args.merge)), args.lora, ())
-    folder, manifest = architecture.folder, read_manifest(save)
-    managed = [name for name, parameter in architecture.model.named_parameters() if is_managed(parameter)]
-    check_model(save, manifest, architecture.model, managed, _base(manifest, folder, merge=args.merge))
+    folder = architecture.folder
     tokenizer = None
     if folder is not None and any(folder.glob("tokenizer*")):
         from transformers import AutoTokenizer
@@ -33,22 +27,13 @@ def export(args: argparse.Namespace) -> None:
     with stage(f"writing {args.folder}"):
         export_save(
             save,
-            manifest,
             architecture.model,
             args.folder,
-            dtype=DTYPES[args.dtype or manifest["dtype"]],
+            dtype=DTYPES[args.dtype] if args.dtype else None,
             tokenizer=tokenizer,
             merge=args.merge,
             base=folder,
         )
-
-
-def _base(manifest: dict[str, Any], folder: Path | None, *, merge: bool) -> Base | None:
-    """The base whose weights the save leaves out and ``merge`` reads. The adapter alone needs none of them."""
-    if "base" not in manifest or (merge and folder is None):
-        return None
-    recorded = Base.from_dict(manifest["base"])
-    return Base.of(folder, Ranks(None)) if merge and folder and recorded.files else recorded  # a Trainer records none
 
 
 def convert(args: argparse.Namespace) -> None:

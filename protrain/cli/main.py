@@ -81,7 +81,6 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
     except SystemExit:
-        say("", end="")  # flushes
         if sys.stdout is not None:
             sys.stdout.flush()
         raise
@@ -99,7 +98,6 @@ def own_warnings_as_lines() -> Iterator[None]:
             if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
                 note(in_options(str(message)))
             else:
-                say("", end="")  # in the place of a line of progress
                 shown(message, category, filename, *more, **named)
 
         warnings.showwarning = show

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-CLEAR = "\r\033[K"  # clears the line of a terminal
-_LONG_S = 10.0  # a stage that is longer than this also says what it is doing
-_BLINK_S = 1.0  # between two parts that a terminal shows
-
+_LONG_S = 3.0  # a stage that is longer than this also says what it is doing
 
 COUNTED = (
     "the GPU has too little memory to run the model for its profile: memory is counted from shapes, and times are "
@@ -35,8 +31,8 @@ def heard(is_heard: bool) -> Iterator[None]:
         _is_heard = before
 
 
-def say(text: str, *, end: str = "\n") -> None:
-    """Write ``text`` to standard error. In a terminal it takes the place of a line that has no end yet.
+def say(text: str) -> None:
+    """Write ``text`` as a line to standard error.
 
     Messages there are only for people and must not end a training run. So what cannot be written is dropped: `tee` may
     have ended, or the terminal may be closed.
@@ -45,24 +41,11 @@ def say(text: str, *, end: str = "\n") -> None:
     if not _is_heard or stream is None:  # a process may have no standard error
         return
     try:
-        print(f"{CLEAR if is_terminal() else ''}{text}", end=end, file=stream, flush=True)
+        print(text, file=stream, flush=True)
     except BlockingIOError:  # the reader is slow, not gone
         pass
     except OSError:
         silence(stream)
-
-
-def say_in_place(text: str) -> None:
-    """Show ``text`` in a terminal, as far as it fits into one line, until something else is said."""
-    say(text[: shutil.get_terminal_size().columns - 1], end="")
-
-
-def is_terminal() -> bool:
-    """Whether standard error is a terminal where a line can be written over.
-
-    Under a display of rich, as Lightning's Trainer has one, it is none: rich puts each piece on a line of its own.
-    """
-    return sys.stderr is not None and not hasattr(sys.stderr, "rich_proxied_file") and sys.stderr.isatty()
 
 
 def silence(stream: TextIO) -> None:
@@ -75,7 +58,7 @@ def silence(stream: TextIO) -> None:
 
 
 def note(text: str) -> None:
-    """Print ``text`` as a line of ProTrain's own."""
+    """Write ``text`` as a line that says that it is of ProTrain."""
     say(f"protrain: {text}")
 
 
@@ -83,13 +66,11 @@ def note(text: str) -> None:
 def stage(what: str) -> Iterator[Callable[..., None]]:
     """Run the body as one stage. The body is given a function to tell what it is doing.
 
-    The function takes the name of a part, and perhaps the share of the stage that is done, from 0 to 1. A terminal
-    shows the stage while it runs. Elsewhere a part is only printed if the stage takes time, and ever more seldom. A
-    line at the end says how long it took.
+    The function takes the name of a part, and perhaps the share of the stage that is done, from 0 to 1. A part is only
+    printed if the stage takes time, and ever more seldom. A line at the end says how long the stage took.
     """
-    live = is_terminal()
     start_s = time.perf_counter()
-    pause_s = _BLINK_S if live else _LONG_S
+    pause_s = _LONG_S
     next_s = start_s + pause_s
 
     def tell(part: str, share: float | None = None) -> None:
@@ -97,16 +78,9 @@ def stage(what: str) -> Iterator[Callable[..., None]]:
         now_s = time.perf_counter()
         if now_s >= next_s:
             done = "" if share is None else f", {share:.0%}"
-            (say_in_place if live else say)(f"protrain: {what}, {now_s - start_s:.0f} s{done}: {part}")
-            pause_s = pause_s if live else 2 * pause_s
+            note(f"{what}, {now_s - start_s:.0f} s{done}: {part}")
+            pause_s *= 2
             next_s = now_s + pause_s
 
-    if live:
-        say_in_place(f"protrain: {what} ...")
-    said = ""
-    try:
-        yield tell
-        said = f"protrain: {what}: {time.perf_counter() - start_s:.1f} s\n"
-    finally:
-        if said or live:  # in the place of what a terminal shows
-            say(said, end="")
+    yield tell
+    note(f"{what}: {time.perf_counter() - start_s:.1f} s")

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from protrain.common.progress import CLEAR, silence
+from protrain.common.progress import silence
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
@@ -145,8 +145,7 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """
     words = ["protrain", *(word for word in sys.argv[1:2] if not word.startswith("-"))]
     try:
-        start = CLEAR if os.isatty(2) else ""  # a running stage in a terminal has no line end yet
-        os.write(2, f"{start}{' '.join(words)}: interrupted\n".encode(errors="replace"))
+        os.write(2, f"{' '.join(words)}: interrupted\n".encode(errors="replace"))
     except OSError:  # nobody reads standard error
         pass
     finally:

@@ -22,10 +22,10 @@ _TURN_S = 0.05
 Value = TypeVar("Value")
 
 
-class Aside:
-    """The ranks of a training, seen from a thread that works beside it.
+class StoreExchange:
+    """Exchanges values between threads of all ranks, which work beside the training.
 
-    All ranks must issue collectives in one order, in which the threads have no place. So their values travel through
+    All ranks must issue collectives in one order, in which these threads have no place. So their values travel through
     the store by which the processes have found each other.
 
     Args:
@@ -55,11 +55,11 @@ class Aside:
         store, key = self._store, f"protrain/{self._name}/{self._exchanges}"
         try:
             store.set(f"{key}/{self.rank}", pickle.dumps(value))
-            found = [pickle.loads(self._come(f"{key}/{rank}", rank)) for rank in range(self.size)]
+            found = [pickle.loads(self._awaited_value(f"{key}/{rank}", rank)) for rank in range(self.size)]
             store.set(f"{key}/{self.rank}/read", b"")
             read = {rank: f"{key}/{rank}/read" for rank in range(self.size if self.rank == 0 else 0)}
             for rank, each in read.items():
-                self._come(each, rank)
+                self._awaited_value(each, rank)
             for rank, each in read.items():
                 store.delete_key(f"{key}/{rank}")
                 store.delete_key(each)
@@ -67,7 +67,7 @@ class Aside:
             raise MisuseError(f"{self._name} was given up, as {STORE_IS_GONE}: {error}") from None
         return found
 
-    def _come(self, key: str, rank: int) -> Any:
+    def _awaited_value(self, key: str, rank: int) -> Any:
         """What ``rank`` puts into the store as ``key``, once it has done so."""
         while True:
             is_gone = rank != self.rank and self._watch.peers[rank].gone  # before the look at what it may have left
@@ -80,7 +80,7 @@ class Aside:
 
 
 @contextmanager
-def raised_on_all(ranks: Ranks | Aside) -> Iterator[None]:
+def raised_on_all(ranks: Ranks | StoreExchange) -> Iterator[None]:
     """An error inside, on any rank, is raised on all of them when the last one has come to the end of the block.
 
     So no rank goes on alone with something that has failed on another. Each rank raises its own error if it has one,

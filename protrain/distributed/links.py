@@ -48,7 +48,7 @@ class Raised(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the other ranks should know of one."""
+    """The state of one rank, as it tells the others."""
 
     number: int = 0  # of its last note
     raised: Raised | None = None  # its last exception since all ranks agreed

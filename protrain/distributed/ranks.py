@@ -95,12 +95,12 @@ class Ranks:
     # -- staying in step -----------------------------------------------------------------------------------------------
 
     def note(self, what: str) -> None:
-        """All ranks begin ``what`` now. MisuseError if they are out of step."""
+        """Record that this rank begins ``what``, as all ranks do now. MisuseError if they are out of step."""
         if self.several:
             self.watch.note(what)
 
     def raised(self, error: BaseException | None, where: str) -> None:
-        """An exception leaves ``where`` on this rank. If others wait for it, they raise an error that says so."""
+        """Tell the other ranks that an exception leaves ``where`` on this one. They raise if they wait for it."""
         if self.several:
             self.watch.raised(error, where)
 
@@ -125,24 +125,24 @@ class Ranks:
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def gather(self, whole: Tensor, what: str) -> None:
-        """Fill ``whole``, 1-d, with the shards of all ranks. Each rank's own shard is in its place already.
+        """All-gather: fill ``whole``, 1-d, with the shards of all ranks. Each rank's shard is in its place already.
 
         Args:
             whole: on the device.
-            what: it is, for the watcher, as in all methods here.
+            what: the name of this collective in errors, as in all methods here.
         """
         self.watch.note(what, whole.nbytes)
         self.received_bytes += whole.nbytes - whole.nbytes // self.size
         self._all_gather(_bytes(whole), self._gathers)
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], what: str) -> None:
-        """Send the first ``counts[0]`` elements of ``sent`` to rank 0, the next to rank 1, and so on.
+        """All-to-all: send the first ``counts[0]`` elements of ``sent`` to rank 0, the next to rank 1, and so on.
 
         Args:
             received: [size x counts[rank]], written: the elements that every rank has sent to this one, in rank order.
             sent: [sum(counts)].
             counts: the same on all ranks.
-            what: it is.
+            what: the name of this collective.
         """
         itemsize = sent.element_size()
         own = counts[self.rank] * itemsize
@@ -160,7 +160,7 @@ class Ranks:
         )
 
     def add_disjoint(self, values: Tensor, what: str) -> None:
-        """Add ``values`` of all ranks in place. At each element at most one rank has another value than zero."""
+        """All-reduce: add ``values`` of all ranks in place. At each element at most one rank has a value but zero."""
         self.watch.note(what, values.nbytes)
         group = self._reductions
         self._do(lambda: dist.all_reduce(values, group=group, async_op=not values.is_cuda))
@@ -219,13 +219,13 @@ class Ranks:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _all_gather(self, data: Tensor, group: dist.ProcessGroup, **limits: Any) -> None:
-        """Fill ``data``, of which each rank has its own part."""
+        """All-gather ``data``, 1-d, of which each rank has filled its slice."""
         own = data.view(self.size, -1)[self.rank]
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
         self._do(lambda: gather(data, own, group=group, async_op=not data.is_cuda), **limits)
 
     def _do(self, collective: Callable[[], dist.Work | None], **limits: Any) -> None:
-        """Do ``collective``: wait for it on the host, or on a GPU let the current stream do it."""
+        """Issue ``collective``. The host waits for one on the CPU, and the current stream for one on a GPU."""
         try:
             work = collective()
         except RuntimeError as error:  # such as a communicator that the watcher has just aborted

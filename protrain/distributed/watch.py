@@ -137,7 +137,7 @@ class Watch:
             sleep(_TURN_S / 10)
 
     def agreed(self) -> None:
-        """All ranks have come to the last note in step: neither notes nor errors until then part them."""
+        """Forget notes and errors until now, as all ranks have come to the last note in step."""
         self._agreed, self._raised = self._number, None
         self.notes.clear()
 
@@ -156,7 +156,7 @@ class Watch:
             self.fail(error)
 
     def during(self, what: str, action: Callable[[], Result]) -> Result:
-        """What ``action`` returns, which waits for all ranks in a way that nothing else ends. It runs in a thread.
+        """Run ``action`` in a thread, and return its result. It waits for all ranks, and nothing else ends it.
 
         MisuseError if the ranks are out of step, or others do not come. The thread is left alone then.
         """
@@ -195,7 +195,7 @@ class Watch:
             self._waits_since = math.inf
 
     def raised(self, error: BaseException | None, where: str = "") -> None:
-        """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
+        """Record that an exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
         if isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
             self.settle()  # torch itself only knows that a rank is gone from a collective
             reasons = [
@@ -218,7 +218,7 @@ class Watch:
             self._raised = Raised(self._number, place, text, known.times + (error is not None))
 
     def end(self) -> None:
-        """This rank takes no part any more. Returns when the others were told."""
+        """End the watch, as this rank takes no part any more. Returns when the others were told."""
         error = sys.exception()
         if error is not None:  # which a script has not left yet that ends its process group in a ``finally``
             self.raised(error)
@@ -226,7 +226,7 @@ class Watch:
         self.settle(TICK_S)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """The collective of the last note has failed: find out why, and raise that as a MisuseError."""
+        """Find out why the collective of the last note has failed, and raise that as a MisuseError."""
         if isinstance(error, MisuseError) or not isinstance(error, RuntimeError):
             raise error
         self._waits_since = -math.inf  # it need not wait any longer
@@ -245,7 +245,7 @@ class Watch:
         raise MisuseError(self.decided or reason) from None
 
     def _absence(self, waited_s: float) -> str:
-        """For whom this rank waits."""
+        """Say in words for which ranks this one waits."""
         late = [rank for rank, peer in self.peers.items() if max(peer.number, self._agreed) < self._number]
         return (
             f"rank {self._rank} has waited {waited_s:.0f} s for {named(late) if late else 'other ranks'} in "
@@ -327,7 +327,7 @@ class Watch:
         return None
 
     def _decide(self, reason: str | None) -> None:
-        """The ranks are out of step for ``reason``, unless it is None or one is known already."""
+        """Declare the ranks out of step for ``reason``, unless it is None or one is known already."""
         with self._deciding:
             if reason is None or self.decided is not None or self._ended:
                 return

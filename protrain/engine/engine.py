@@ -104,7 +104,7 @@ class Engine:
         self.bindings = bindings
         self.state_hooks: Any = None  # which refer to this, and are made last
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
-        self.all_read = False  # whether every rank reads the same parameters now
+        self.collective_reads = False  # whether every rank reads the same parameters now
         self._frozen = [member for member in managed.members if not member.parameter.requires_grad]
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         # How many units and ends of steps are under way. One whose begin or end is cut short stays counted.
@@ -127,9 +127,9 @@ class Engine:
         """
         if torch.is_grad_enabled():
             with torch._C.DisableTorchFunctionSubclass():
-                thawed = next((member for member in self._frozen if member.parameter.requires_grad), None)
-            if thawed is not None:
-                raise frozen_error(thawed.name)
+                newly_trainable = next((member for member in self._frozen if member.parameter.requires_grad), None)
+            if newly_trainable is not None:
+                raise frozen_error(newly_trainable.name)
         self.streams.refuse_another()
         self.reset()
         self._restart(training=torch.is_grad_enabled())
@@ -165,7 +165,7 @@ class Engine:
         self.gradients.begin_backward()
 
     def in_backward_of(self, frame: Frame) -> bool:
-        """Whether the backward of this call of a unit runs already. Every saved tensor asks, so this must be fast."""
+        """True if the backward of this frame is the current one. Every saved tensor asks, so this must be fast."""
         return (
             self.visits.current_frame() is frame
             and frame.weights_version == self.weights_version
@@ -207,7 +207,7 @@ class Engine:
         self.gradients.count_backward(no_sync=self._groups.no_sync)
         if self.updates.inside:
             self._groups.check()
-            self.bindings.refuse_lent("backward() with step_during_backward=True")
+            self.bindings.refuse_overridden("backward() with step_during_backward=True")
             self.bindings.refuse_edits()  # step() would be too late
         if not self._groups.no_sync:
             self._groups.check_members()
@@ -318,7 +318,7 @@ class Engine:
         """
         self.streams.refuse_another()
         self.bindings.refuse_inside_full_parameters("step()")
-        self.bindings.refuse_lent("step()")
+        self.bindings.refuse_overridden("step()")
         self.reset()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
@@ -337,7 +337,7 @@ class Engine:
         self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
         if self.loss_scale is not None and not self._clipping.is_finite():
             self.loss_scale.warn_of_smallest()
-            self.updates.commit(self.loss_scale.note_skipped)
+            self.updates.commit(self.loss_scale.count_skipped)
             return False
         self.unfinished += 1
         self.weights_version += 1

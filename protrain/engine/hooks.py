@@ -38,6 +38,7 @@ def install(engine: Engine) -> None:
             member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
         member.parameter.__class__ = PresentParameter
         vars(member.parameter)["protrain_handle"] = handle
+        torch.autograd.graph.increment_version(member.parameter)  # a graph that has saved it fails in its backward
         member.edits = member.parameter._version
         engine.bindings.release(member)
     for unit in engine.units:

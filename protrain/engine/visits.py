@@ -103,7 +103,7 @@ class Visits:
         return output
 
     def enter_backward(self, frame: Frame) -> None:
-        """Backward has reached the call of a unit that ``frame`` stands for, and is done with the unit before."""
+        """Begin the backward of the call that ``frame`` stands for, and end that of the unit before."""
         unit = frame.unit
         if self._current is not unit:
             self._leave_backward()
@@ -124,12 +124,12 @@ class Visits:
         self.current_frame = weakref.ref(frame)
 
     def end_backward(self) -> None:
-        """Backward is over: leave the last unit, and make up for the visits that are left."""
+        """End the backward of the model: leave the last unit, and make up for the visits that are left."""
         self._leave_backward()
         self._make_up_rest()
 
     def _leave_backward(self) -> None:
-        """Backward has left a unit: release it, and bring the gradients that have arrived into chunks."""
+        """End the backward of a unit: release it, and reduce the gradients that have arrived into chunks."""
         self.abandon_backward()
         if not self._several or self.schedule.position > self._reduced:
             self._engine.updates.arrived(self._engine.gradients.flush(self.schedule.position))

@@ -204,13 +204,13 @@ def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cache_enabled = torch.is_autocast_cache_enabled()
 
-    def again() -> AbstractContextManager[Any]:
+    def same_autocast() -> AbstractContextManager[Any]:
         # There is nearly always none, so this must be fast.
         if not (enabled or torch.is_autocast_enabled(device_type)):
             return nullcontext()
         return torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
-    return again
+    return same_autocast
 
 
 def written_over(label: str, what: str) -> MisuseError:

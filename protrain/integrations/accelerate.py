@@ -4,8 +4,8 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 Accelerate has no place for backends of others, so ``wrap`` comes first, and ``prepare`` leaves model and optimizer as
-they are. ``save_state`` and ``load_state`` leave both to ``save_checkpoint`` and ``load_checkpoint``, in a folder
-beside the files of Accelerate.
+they are. Accelerate does not list them among what it saves: hooks of ``save_state`` and ``load_state`` give both to
+``save_checkpoint`` and ``load_checkpoint``, in a folder beside the files of Accelerate.
 
 [Note: bf16 of Accelerate] Accelerate, and so transformers' Trainer, runs a model that it prepares under autocast, and
 returns its outputs in fp32. So models may mix types, such as a buffer in fp32 with weights in bf16, and losses are
@@ -26,13 +26,14 @@ from torch import nn
 
 import protrain.wrapping
 from protrain.checkpoint.loading import load_checkpoint
-from protrain.checkpoint.saving import has_plan, save_checkpoint
-from protrain.checkpoint.tensor_files import file_crc32
+from protrain.checkpoint.saving import save_checkpoint
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
 from protrain.optim.optimizer import ProTrainOptimizer
 
 _COUNT = "_protrain_models"  # the attribute of an accelerator with the number of models that were wrapped for it
+_END = "random_states_0.pkl"  # the file that Accelerate writes last, but for those of objects of the user
+_LAST = ("random_states_*.pkl", "custom_checkpoint_*.pkl")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -71,11 +72,7 @@ def leave_model(accelerator: Any, model: nn.Module) -> None:
     prepare = accelerator.prepare_model
 
     def prepare_model(given: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if given is not model:
-            return prepare(given, *args, **kwargs)
-        if model not in accelerator._models:
-            accelerator._models.append(model)
-        return model
+        return model if given is model else prepare(given, *args, **kwargs)
 
     accelerator.prepare_model = prepare_model
 
@@ -83,56 +80,35 @@ def leave_model(accelerator: Any, model: nn.Module) -> None:
 def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer) -> None:
     """Let ``save_state`` and ``load_state`` of ``accelerator`` leave model and optimizer to ProTrain.
 
-    The two are not in the lists of ``accelerator`` meanwhile: it takes states of models before hooks of a save run, and
-    has none for optimizers.
+    A hook of a save runs before Accelerate writes its own files, of which those of ``_LAST`` come last. So they are
+    deleted first, and a folder that lacks them was not saved to its end.
     """
-    plain_save, plain_load = accelerator.save_state, accelerator.load_state
     number = vars(accelerator).get(_COUNT, 0)
     name = f"protrain{number or ''}"  # of the folder
+    prepare = accelerator.prepare_optimizer
 
-    def others() -> list[Any]:
-        return [each for each in accelerator._optimizers if getattr(each, "optimizer", each) is not optimizer]
+    def prepare_optimizer(given: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(given, *args, **kwargs)
+        if given is optimizer:
+            accelerator._optimizers.remove(prepared)
+        return prepared
 
-    def save_state(*args: Any, **kwargs: Any) -> Any:
-        lists = accelerator._models, accelerator._optimizers
-        if model not in lists[0] or not has_plan(model):
-            return plain_save(*args, **kwargs)  # of a model that has no plan yet all ranks have all
-        accelerator._models, accelerator._optimizers = [each for each in lists[0] if each is not model], others()
-        try:
-            folder = Path(plain_save(*args, **kwargs))
-        finally:
-            accelerator._models, accelerator._optimizers = lists
-        optimizer.ranks.meet("accelerator.save_state()")  # when all have written their files
-        save_checkpoint(folder / name, model, optimizer, extra=_checksums(folder), keep=1)
-        return folder
-
-    def load_state(*args: Any, **kwargs: Any) -> None:
-        whole = accelerator._optimizers
-        accelerator._optimizers = list(whole)
-        try:
-            plain_load(*args, **kwargs)
-        finally:
-            accelerator._optimizers = whole
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        optimizer.ranks.meet("accelerator.save_state()")
+        if accelerator.is_main_process:
+            for path in [path for pattern in _LAST for path in Path(folder).glob(pattern)]:
+                path.unlink()
+        save_checkpoint(Path(folder) / name, model, optimizer, keep=1)
 
     def load(models: list[Any], folder: str) -> None:
         own = Path(folder) / name
-        plain = (Path(folder) / "optimizer.bin").exists() and not own.exists()  # as without ProTrain or a plan
-        if model in models and not plain:
-            models.remove(model)
-            accelerator._optimizers[:] = others()
-            if load_checkpoint(own, model, optimizer) != _checksums(Path(folder)):
-                raise CheckpointError(
-                    f"{folder} has files that do not belong to {own}, as after a save that was interrupted: load "
-                    "another checkpoint"
-                )
+        if own.exists() and not (Path(folder) / _END).exists():
+            raise CheckpointError(f"{folder} has no {_END}, so it was not saved to its end: load another checkpoint")
+        load_checkpoint(own, model, optimizer)
 
+    accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-    vars(accelerator).update({"save_state": save_state, "load_state": load_state, _COUNT: number + 1})
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    """The checksums of the files that Accelerate has written, by which a save knows that they belong to it."""
-    return {path.name: file_crc32(path) for end in ("bin", "pkl") for path in folder.glob(f"*.{end}")}
+    vars(accelerator).update({"prepare_optimizer": prepare_optimizer, _COUNT: number + 1})
 
 
 def precision_of(args: Any) -> str:

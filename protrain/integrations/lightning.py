@@ -1,8 +1,8 @@
-"""Lightning's Trainer and Fabric on ProTrain: ``strategy="protrain"``, which exists once this module is imported.
+"""Lightning's Trainer on ProTrain: ``strategy="protrain"``, which exists once this module is imported.
 
-Both strategies are those of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks
-are Lightning's, and model and optimizer are given to ``protrain.wrap``. Lightning finds strategies in a registry of
-its own and looks for no entry points, hence the import.
+The strategy is that of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks are
+Lightning's, and model and optimizer are given to ``protrain.wrap``. Lightning finds strategies in a registry of its own
+and looks for no entry points, hence the import.
 
 A checkpoint with the state of an optimizer is a folder: a save of ``save_checkpoint``, and a file of Lightning with the
 rest. The rest is written first, and the save names it. So a process that is killed at any moment leaves the checkpoint
@@ -12,20 +12,16 @@ that was there before, or a hidden folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.checkpoint.loading import load_checkpoint
@@ -45,7 +41,6 @@ _CALLBACKS = {  # by the name of the class, as not every release has all of them
     "from its begin, or go on with a new module and Trainer from a checkpoint",
 }
 _FOLDER = "protrain_folder"  # the entry of a loaded checkpoint that says where model and optimizer are
-_Base: Any = DDPStrategy if TYPE_CHECKING else object  # the type checker sees what stands behind it among the bases
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
 
@@ -102,41 +97,7 @@ def _step(name: str, context: str) -> Any:
     return run
 
 
-class _Processes(_Base):
-    """What both strategies do about processes: start and join them only where there are several."""
-
-    def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Take the device of this process. Lightning looks whether there is one for each only where it starts them."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        super().setup_environment()
-
-    def save_apart(self, path: Any, rest: dict[str, Any], model: Any, optimizer: ProTrainOptimizer) -> None:
-        """Save in the folder ``path`` what each rank has of ``model`` and ``optimizer``, and ``rest`` in a file.
-
-        A new folder gets its name when it is complete. In one that is there, two files take turns.
-        """
-        if "://" in str(path):
-            raise ValueError(
-                f"{path} is a URL, and a checkpoint to resume from is a folder: give one that all ranks see"
-            )
-        optimizer.ranks.meet("trainer.save_checkpoint() or fabric.save()")
-        folder = Path(path).absolute()
-        place = optimizer.ranks.of_first(folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp"))
-        name = f"rest-{sum(int(save.name.partition('-')[0]) for save in list_saves(place)[-1:]) % 2}.pt"
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(rest, place / name)
-        save = save_checkpoint(place, model, optimizer, extra=name, keep=1)
-        if self.is_global_zero and place != folder:
-            folder.unlink(missing_ok=True)  # a file, of a training without a plan
-            put_in_place(place, folder)
-        own_saves(optimizer).append(folder / save.name)
-
-
-class ProTrainStrategy(_Processes, DDPStrategy):
+class ProTrainStrategy(DDPStrategy):
     """Lightning's ``Trainer(strategy="protrain")``.
 
     Precision, accumulation and device are those of the Trainer. A plan is made for the first training batch, before
@@ -148,12 +109,8 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         wrap_arguments: of ``protrain.wrap``, such as ``device_memory="24GiB"``.
     """
 
-    accelerator: Any  # of Lightning's strategy, as are the next five
-    cluster_environment: Any
-    lightning_module: Any
-    model: Any
+    model: Any  # of Lightning's strategy, as are the optimizers
     optimizers: Any
-    precision_plugin: Any
 
     def __init__(self, *, example_batch: Any = None, **wrap_arguments: Any) -> None:
         super().__init__()
@@ -162,6 +119,15 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         self._steps: _Steps | None = None
         self._reads = ExitStack()
         self._optimizer: ProTrainOptimizer  # once there are steps
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Take the device of this process. Lightning looks whether there is one for each only where it starts them."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        super().setup_environment()
 
     def setup_distributed(self) -> None:
         """Start the processes' group, if there are several."""
@@ -197,22 +163,18 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         module = self.lightning_module
         if not module.automatic_optimization or len(self.optimizers) != 1:
             raise ValueError(
-                "ProTrain trains LightningModules with automatic optimization and one optimizer: use Fabric, or "
-                "protrain.wrap in a loop of your own, where backward() is called outside of training_step"
-            )
-        if type(self.optimizers[0]).__name__ == "_MockOptimizer":
-            raise ValueError("configure_optimizers() returned None: return torch.optim.AdamW or torch.optim.Adam")
-        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise ValueError(
-                "gradient_clip_algorithm='value' changes each gradient where it lies, and ProTrain keeps gradients in "
-                "chunks: use gradient_clip_algorithm='norm'"
+                "ProTrain trains LightningModules with automatic optimization and one optimizer: use "
+                "protrain.wrap in a loop of your own where backward() is called outside of training_step"
             )
         for kind, callback in ((kind.__name__, each) for each in trainer.callbacks for kind in type(each).__mro__):
             if kind in _CALLBACKS:
                 raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind]}")
+        precision = self.precision_plugin.precision
+        if precision not in _DTYPES:
+            raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
         found: dict[str, Any] = {
             "device": self.root_device,
-            "dtype": _dtype_of(self.precision_plugin.precision),
+            "dtype": _DTYPES[precision],
             "accumulation": _most_batches(trainer),
         }
         with empty_parameters():  # in which parameters without memory can be converted
@@ -243,18 +205,41 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         """Write a folder if ``checkpoint`` is of a training with a plan, and otherwise a file with all weights."""
         module = self.lightning_module
         if checkpoint.get("optimizer_states") and has_plan(module):
-            self.save_apart(filepath, checkpoint, self.model, self._optimizer)
+            self._save_folder(filepath, checkpoint)
             return
         with first_rank_saves(module, what="save_checkpoint() of Lightning's Trainer"):
             checkpoint["state_dict"] = module.state_dict() if self.is_global_zero else {}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_folder(self, path: Any, rest: dict[str, Any]) -> None:
+        """Save in the folder ``path`` what each rank has of model and optimizer, and ``rest`` in a file.
+
+        A new folder gets its name when it is complete. In one that is there, two files take turns.
+        """
+        if "://" in str(path):
+            raise ValueError(
+                f"{path} is a URL, and a checkpoint to resume from is a folder: give one that all ranks see"
+            )
+        ranks = self._optimizer.ranks
+        ranks.meet("trainer.save_checkpoint()")
+        folder = Path(path).absolute()
+        place = ranks.of_first(folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp"))
+        name = f"rest-{sum(int(save.name.partition('-')[0]) for save in list_saves(place)[-1:]) % 2}.pt"
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(rest, place / name)
+        save = save_checkpoint(place, self.model, self._optimizer, extra=name, keep=1)
+        if self.is_global_zero and place != folder:
+            folder.unlink(missing_ok=True)  # a file, of a training without a plan
+            put_in_place(place, folder)
+        own_saves(self._optimizer).append(folder / save.name)
 
     def load_checkpoint(self, checkpoint_path: Any, **arguments: Any) -> dict[str, Any]:
         """What Lightning restores itself: all of a file, and the rest of a folder."""
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, **arguments)
         folder = Path(checkpoint_path).absolute()
-        return super().load_checkpoint(_rest_file(folder), **arguments) | {_FOLDER: folder}
+        rest = folder / str(read_manifest(find_save(folder))["extra"])
+        return super().load_checkpoint(rest, **arguments) | {_FOLDER: folder}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, but those that come with the state of an optimizer, which does not exist yet."""
@@ -287,109 +272,4 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             part.teardown()
 
 
-class _NoSync(_BackwardSyncControl):
-    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
-        no_sync: AbstractContextManager[None] = module.no_sync() if enabled else nullcontext()
-        return no_sync
-
-
-class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
-    """Fabric's ``Fabric(strategy="protrain")``, for ``model, optimizer = fabric.setup(model, optimizer)``.
-
-    Args:
-        wrap_arguments: of ``protrain.wrap``, such as ``accumulation=4`` or ``device_memory="24GiB"``.
-    """
-
-    precision: Any  # of Lightning's strategy
-
-    def __init__(self, **wrap_arguments: Any) -> None:
-        super().__init__()
-        self._wrap_arguments = wrap_arguments
-        self._backward_sync_control = _NoSync()
-        self._pair: tuple[nn.Module, ProTrainOptimizer] | None = None  # what was set up last
-
-    def _setup_distributed(self) -> None:
-        if self.num_nodes * self.num_processes > 1:
-            super()._setup_distributed()
-
-    @property
-    def distributed_sampler_kwargs(self) -> Any:
-        """None for one process, which keeps its sampler."""
-        return super().distributed_sampler_kwargs if self.world_size > 1 else None
-
-    def module_to_device(self, module: nn.Module) -> None:
-        """Leave the model where it is: ProTrain moves what the plan has on the device."""
-
-    def module_init_context(self, empty_init: bool | None = None) -> Any:
-        """The context of ``fabric.init_module()``, but on the CPU, as a model need not fit the device."""
-        context = ExitStack()
-        context.enter_context(super().module_init_context(empty_init))
-        context.enter_context(torch.device("cpu"))
-        return context
-
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        """A model without an optimizer is not trained, and moves to the device."""
-        return module.to(self.root_device)
-
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], *schedulers: Any) -> Any:
-        """Wrap the model with its optimizer. Lightning before 2.6 passes no scheduler, and expects none."""
-        if len(optimizers) != 1:
-            raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
-        found = {"device": self.root_device, "dtype": _dtype_of(self.precision.precision)}
-        with self.precision.forward_context():
-            model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
-        self._pair = model, optimizer
-        return model, [optimizer], *schedulers
-
-    def setup_optimizer(self, optimizer: Any) -> Any:
-        """Refuse an optimizer without its model."""
-        raise ValueError(f"{type(optimizer).__name__} alone: call fabric.setup(model, optimizer), which takes both")
-
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> Any:
-        """Write a folder if ``state`` has model and optimizer of a training with a plan, and otherwise a file."""
-        rest = self._rest_of(state)
-        if self._pair is None or len(state) - len(rest) < 2 or filter or not has_plan(self._pair[0]):
-            return super().save_checkpoint(path, state, storage_options, filter)
-        self.save_apart(path, self._convert_stateful_objects_in_state(rest, filter={}), *self._pair)
-
-    def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **named: Any) -> dict[str, Any]:
-        """Load a file, or a folder with model and optimizer."""
-        if not Path(path).is_dir():
-            return super().load_checkpoint(path, state, *arguments, **named)
-        rest = self._rest_of(state or {})
-        found = super().load_checkpoint(_rest_file(Path(path)), rest, *arguments, **named)
-        if self._pair is not None and state and len(state) - len(rest) == 2:
-            load_checkpoint(path, *self._pair)
-            state.update(rest)
-        return found
-
-    def _rest_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``state`` without the model and the optimizer that were set up, if both are there."""
-        own = [name for name, each in state.items() if any(each is part for part in self._pair or ())]
-        return {name: each for name, each in state.items() if len(own) != 2 or name not in own}
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The weights for a checkpoint: all of them on the first rank, which writes it."""
-        with first_rank_saves(module, what="fabric.save()"):
-            return module.state_dict() if self.is_global_zero else {}
-
-    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of the optimizer for a checkpoint, on the first rank."""
-        assert isinstance(optimizer, ProTrainOptimizer)
-        return optimizer.full_state_dict()
-
-
-def _dtype_of(precision: str) -> torch.dtype:
-    """The type of weights that Lightning's ``precision`` means."""
-    if precision not in _DTYPES:
-        raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
-    return _DTYPES[precision]
-
-
-def _rest_file(folder: Path) -> Path:
-    """The file with the rest of a checkpoint."""
-    return folder / str(read_manifest(find_save(folder))["extra"])
-
-
 StrategyRegistry.register("protrain", ProTrainStrategy, description="ProTrain", override=True)
-FABRIC_STRATEGIES.register("protrain", ProTrainFabricStrategy, description="ProTrain", override=True)

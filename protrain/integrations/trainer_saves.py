@@ -36,7 +36,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, TrainerState, __version__
 from transformers.trainer_utils import SaveStrategy
 
-from protrain.checkpoint.adapters import Base, has_adapter, is_peft_model
+from protrain.checkpoint.adapters import has_adapter, is_peft_model
 from protrain.checkpoint.manifest import STATES, check_files, find_save, random_state, read_manifest, set_random_state
 from protrain.checkpoint.saving import has_plan
 from protrain.common.errors import warn_user
@@ -175,10 +175,9 @@ class TrainerSaves(_Base):
         load_checkpoint(Path(checkpoint, STATES), self._whole(), self._own_optimizer, base=self._base())
         set_random_state(before)
 
-    def _base(self) -> Base | None:
-        """What an adapter was added to, by its name: as with peft's own files, nobody checks that it is the same."""
-        name = getattr(getattr(self.model, "config", None), "_name_or_path", "")
-        return Base(folder=str(name), files={}) if has_adapter(self.model) else None
+    def _base(self) -> str | None:
+        """The name for what an adapter was added to: as with peft's own files, nobody checks that it is the same."""
+        return "the Trainer's model" if has_adapter(self.model) else None
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, whose workers outlive signals."""

@@ -228,7 +228,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self, what: str, *, kept: bool) -> dict[str, Any]:
         """The state of the optimizer, empty if it is not ``kept``, as this rank only takes part in the collectives."""
-        self.first_call.refuse_awaited(what)
+        self.first_call.refuse_pending_load(what)
         self.groups.check_members()
         self.ranks.meet(what)
         self._collect = partial(self._states, kept=kept)
@@ -268,7 +268,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if self._running is not None:
             self._running.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
             self._running.refuse_write("the optimizer's load_state_dict()")
-        self.first_call.refuse_awaited("the optimizer's load_state_dict()")
+        self.first_call.refuse_pending_load("the optimizer's load_state_dict()")
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = state_dict.copy()

@@ -11,7 +11,7 @@ from torch import nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states import parameter_state
-from protrain.engine.weights.parameter import Awaited, awaited_error
+from protrain.engine.weights.parameter import PendingLoad, pending_error
 
 
 class StatesInChunks(defaultdict[Any, Any]):
@@ -74,18 +74,18 @@ class FirstCall:
         self._parameters = parameters
         self._required = {parameter: parameter.requires_grad for parameter in parameters.values()}
         self._actions: list[Callable[[], None]] = []
-        self._awaited: Awaited | None = None  # what is loaded by one of these
+        self._load: PendingLoad | None = None  # by one of these
 
     def add(self, action: Callable[[], None], *, loads: nn.Module | None) -> None:
         """Do ``action`` in the first call. If it loads the model ``loads``, nobody may use its states until then."""
-        if loads is not None and self._awaited is None:
-            self._awaited = Awaited(loads, self._parameters)
+        if loads is not None and self._load is None:
+            self._load = PendingLoad(loads, self._parameters)
         self._actions.append(action)
 
-    def refuse_awaited(self, what: str) -> None:
+    def refuse_pending_load(self, what: str) -> None:
         """MisuseError if ``what`` would use states that are yet to be loaded."""
-        if self._awaited is not None:
-            raise awaited_error(what)
+        if self._load is not None:
+            raise pending_error(what)
 
     @contextmanager
     def begins(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class FirstCall:
         frozen then, and is to be trained now, is an error of the forward that follows.
         """
         now = {parameter: parameter.requires_grad for parameter in self._required}
-        with nullcontext() if self._awaited is None else self._awaited.given_back():
+        with nullcontext() if self._load is None else self._load.undone():
             for parameter, requires in self._required.items():
                 parameter.requires_grad = requires
             try:
@@ -109,4 +109,4 @@ class FirstCall:
         for action in self._actions:
             action()
         self._actions.clear()
-        self._awaited = None
+        self._load = None

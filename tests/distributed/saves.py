@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import resource
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +38,7 @@ def make() -> nn.Module:
 class Run:
     """One process group's turn: load, train, save and train on, each if it is asked for."""
 
-    spec: Spec
+    spec: Spec | None  # None: the first call of the model makes the plan, after the load
     dtype: str = "float32"
     moments: str = "float32"
     load: str | None = None  # a folder
@@ -112,6 +110,10 @@ class Training:
     def save(self, folder: str, **how: Any) -> None:
         protrain.save_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler, **how)
 
+    def save_beside(self, folder: str, **how: Any) -> Any:
+        """``save``, beside the training. ``result()`` of what it returns is the path."""
+        return protrain.async_save(folder, self.model, self.optimizer, scheduler=self.scheduler, **how)
+
     def load(self, folder: str) -> Any:
         return protrain.load_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler)
 
@@ -120,7 +122,8 @@ def go_on(rank: int, size: int, run: Run) -> Outcome:
     """``run`` on one of ``size`` ranks."""
     training = Training(rank, size, run.spec, dtype=run.dtype, moments=run.moments)
     if run.load is not None:
-        training.train(range(7, 8))  # whatever that leaves behind, such as gathered weights, must not outlive the load
+        if run.spec is not None:  # whatever that leaves behind, such as gathered weights, must not outlive the load
+            training.train(range(7, 8))
         training.load(run.load)
     else:  # a frozen parameter, of which most ranks have nothing, must come from the save as well
         with protrain.full_parameters(training.model), torch.no_grad():
@@ -131,14 +134,6 @@ def go_on(rank: int, size: int, run: Run) -> Outcome:
         training.save(run.save)
     training.train(run.after)
     return Outcome(saved, training.states())
-
-
-def go_on_unplanned(rank: int, size: int, folder: str, steps: range) -> dict[str, Tensor]:
-    """The states after ``steps``, of a training that is loaded before the first call of the model plans it."""
-    training = Training(rank, size, None)
-    training.load(folder)
-    training.train(steps)
-    return training.states()
 
 
 def save_randoms(rank: int, size: int, folder: str) -> list[float]:
@@ -160,29 +155,6 @@ def load_randoms(rank: int, size: int, folder: str) -> tuple[list[float], float,
         extra = training.load(folder)
     texts = [str(warning.message) for warning in warned]
     return [torch.rand(()).item(), random.random()], float(training.model.get_buffer("mark")[0]), extra, texts
-
-
-def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
-    """Save, and save again with a disk that is full for the last rank. Returns the error, and what is in the folder."""
-    training = Training(rank, size, FIRST)
-    training.save(folder)
-    training.train(range(1))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == size - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        training.save(folder)
-    except OSError as error:
-        text = str(error)
-    else:
-        text = ""
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    dist.barrier()  # the first rank has removed what there was of the save
-    found = sorted(os.listdir(folder))
-    dist.barrier()
-    training.save(folder)  # now there is room
-    return text, found
 
 
 def fail_to_load(rank: int, size: int, folders: list[str]) -> list[tuple[str, bool]]:

@@ -21,6 +21,7 @@ import protrain
 import protrain.checkpoint.saving as saving
 from protrain.checkpoint.manifest import list_saves
 from protrain.common.tables import format_bytes
+from tests.distributed import saves
 from tests.distributed.apart import LIMIT_S
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import FIRST, SECOND, THIRD, Run, Training, go_on
@@ -53,7 +54,7 @@ def save_and_train(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor]
     training.train(range(2))
     saved = training.states()
     with held(by=rank == size - 1) as go_on:
-        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        path = training.save_beside(folder)
         training.train(range(2, 4))
         early = len(list_saves(folder))
         dist.barrier()
@@ -66,39 +67,47 @@ def save_twice(rank: int, size: int, folder: str) -> list[str]:
     training = Training(rank, size, None)  # the harness would leave no memory for a copy on one rank
     training.train(range(1))
     with held() as go_on:
-        protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler, extra="first")
+        training.save_beside(folder, extra="first")
         training.train(range(1, 2))
         threading.Timer(0.2, go_on.set).start()
         training.save(folder, extra="second")
     with held() as go_on:
         training.train(range(2, 3))
-        protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler, extra="third")
+        training.save_beside(folder, extra="third")
         threading.Timer(0.2, go_on.set).start()
         assert training.load(folder) == "third"
     return [save.name for save in list_saves(folder)]
 
 
-def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[tuple[str, str]], list[str]]:
-    """Save with a disk that is full for the last rank. Returns the error, each warning and its file, and the saves."""
+def fail_to_save(rank: int, size: int, beside: bool, folder: str) -> tuple[str, set[tuple[str, str]], list[str]]:
+    """Save, ``beside`` the training or not, with a disk that is full for the last rank, and once more with room.
+
+    Returns:
+        The error, the warnings with the files that they name, and what there was after the error.
+    """
     training = Training(rank, size, FIRST)
     training.save(folder)
     training.train(range(1))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     text = ""
-    with warnings.catch_warnings(record=True, action="always") as warned, held() as go_on:
-        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+    with warnings.catch_warnings(record=True, action="always") as warned:
         if rank == size - 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-        go_on.set()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
         try:
-            path.result()
+            if beside:
+                training.save_beside(folder).result()
+            else:
+                training.save(folder)
         except OSError as error:
             text = str(error)
         finally:
             saving.wait_for_async_saves(training.optimizer, Path(folder))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()  # the first rank has removed what there was of the save
-    return text, [(str(each.message), each.filename) for each in warned], sorted(os.listdir(folder))
+    found = sorted(os.listdir(folder))
+    dist.barrier()
+    training.save(folder)
+    return text, {(str(each.message), each.filename) for each in warned}, found
 
 
 @pytest.mark.slow
@@ -122,13 +131,15 @@ def test_another_save_and_a_load_wait_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path) -> None:
-    for text, warned, names in on_ranks(3, fail_to_save, 3, str(tmp_path)):
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path, beside: bool) -> None:
+    for text, warned, names in on_ranks(3, fail_to_save, 3, beside, str(tmp_path)):
         assert "cannot write" in text
         assert "state-00002-00001.safetensors" in text
-        (place,) = {file for said, file in warned if said.startswith("an async_save has failed: OSError: cannot write")}
-        assert place == __file__, "the script's"
+        of_saves = {file for said, file in warned if said.startswith("an async_save has failed: OSError: cannot write")}
+        assert of_saves == ({saves.__file__} if beside else set()), "that which has called async_save"
         assert names == ["00001-step-0"]
+    assert [save.name for save in list_saves(tmp_path)] == ["00001-step-0", "00002-step-1"]
 
 
 def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path) -> None:
@@ -145,7 +156,7 @@ def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> No
     training = Training(0, 1, None)
     training.train(range(1))
     with held() as go_on, warnings.catch_warnings(action="error"):
-        save = protrain.async_save(tmp_path, training.model, training.optimizer, scheduler=training.scheduler)
+        save = training.save_beside(str(tmp_path))
         (scratch,) = tmp_path.glob(".*.tmp")
         shutil.rmtree(scratch)
         go_on.set()

@@ -11,48 +11,36 @@ from torch import nn
 
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import Outcome, Training, on_rank, plain
-from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, assert_same, seeded
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    seeded,
+    wrap_under,
+)
+from tests.tiny_models import VOCABULARY, config_of
 
 transformers = pytest.importorskip("transformers")
 
-VOCABULARY, WIDTH, SEQUENCE = 64, 32, 16
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": SEQUENCE,
-}
+WIDTH, SEQUENCE = 32, 16
 SPECS = (
     Spec("all", "all", (NONE,)),
     Spec("all", "least", (CKPT,)),
     Spec("some", "middle", (SWAP, CKPT, NONE), small=True),
     Spec("none", "least", (CKPT_SWAP, NONE), speculate=True),
-    Spec("none", "middle", (NONE, CKPT), speculate=True, weights=True),
+    Spec("none", "middle", (NONE, CKPT), speculate=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
 
 
-def config(family: str) -> Any:
-    """The configuration of a small model without dropout."""
-    if family == "gpt2":
-        sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": SEQUENCE}
-        return transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    if family == "opt":
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": 128}
-        return transformers.OPTConfig(
-            **sizes, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=SEQUENCE, dropout=0.0
-        )
-    if family == "mistral":
-        return transformers.MistralConfig(**LLAMA, sliding_window=SEQUENCE // 2)
-    return transformers.LlamaConfig(**LLAMA)
-
-
 def make(family: str) -> nn.Module:
     with seeded():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config(family))
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(family))
     return model
 
 
@@ -75,63 +63,135 @@ def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> Non
             assert_same(outcome.states, expected.states, where=where)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "dtype", "size", "reduction", "specs"),
-    [
-        ("gpt2", "bfloat16", 2, "mean", SPECS[::3]),
-        ("mistral", "bfloat16", 3, "sum", SPECS[2:4]),
-        ("opt", "float16", 2, "sum", SPECS[4:]),
-    ],
-)
-def test_families(family: str, dtype: str, size: int, reduction: str, specs: tuple[Spec, ...]) -> None:
-    check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=4), specs)
+# -- ranks that do not run the same units ------------------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
-    """A linear layer with a LoRA adapter."""
-
-    def __init__(self, base: nn.Module) -> None:
+class Block(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.base = base
-        self.down = nn.Linear(WIDTH, 3, bias=False)
-        self.up = nn.Linear(3, base.get_parameter("weight").shape[0], bias=False)
-        nn.init.zeros_(self.up.weight)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + 2.0 * self.up(self.down(x))
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
         return out
 
 
-def make_adapted() -> nn.Module:
-    """A frozen model with adapters."""
+class Tower(nn.Module):
+    """Blocks between parameters of the tower's own, as vision transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(8, WIDTH) * 0.1)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+class TextAndImages(nn.Module):
+    """A language model whose batches may come with an image for a tower of its own, which some ranks then skip."""
+
+    def __init__(self, *, freeze: bool = False) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.tower = Tower()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        if freeze:
+            self.blocks.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        if image is not None:
+            x = x + self.tower(image)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x) + self.bias
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+def make_units(*, freeze: bool = False) -> nn.Module:
     with seeded():
-        model = make("llama").requires_grad_(False)
-        for module in [each for name, each in model.named_modules() if name.endswith("self_attn")]:
-            for name in ("q_proj", "v_proj"):
-                setattr(module, name, Adapted(module.get_submodule(name)))
-    return model
+        return TextAndImages(freeze=freeze)
+
+
+def batches_of_units(count: int) -> list[dict[str, torch.Tensor]]:
+    """The first has an image, some of the others have one, and there are steps in which no rank has one."""
+    generator = torch.Generator().manual_seed(4)
+    found = []
+    for index in range(count):
+        batch = {"ids": torch.randint(0, VOCABULARY, (2, 8), generator=generator)}
+        if index % 3 == 0 or index % 7 == 1:
+            batch["image"] = torch.randn(2, 8, WIDTH, generator=generator)
+        found.append(batch)
+    return found
+
+
+LLAMA_OF = functools.partial(Training, functools.partial(make, "llama"), batches, steps=3)
+UNITS_OF = functools.partial(Training, reduction="sum", steps=4)
+CASES: dict[str, tuple[int, Training, tuple[Spec, ...]]] = {
+    "gpt2": (2, Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", steps=4), SPECS[::3]),
+    "mistral": (
+        3,
+        Training(functools.partial(make, "mistral"), batches, dtype="bfloat16", reduction="sum", steps=4),
+        SPECS[2:4],
+    ),
+    "opt": (
+        2,
+        Training(functools.partial(make, "opt"), batches, dtype="float16", reduction="sum", steps=4),
+        SPECS[4:],
+    ),
+    "several backwards under no_sync": (2, LLAMA_OF(dtype="bfloat16", accumulate=3, no_sync=True), SPECS[::4]),
+    "several backwards": (3, LLAMA_OF(reduction="sum", accumulate=2), SPECS[1::2]),
+    "updates inside backward": (
+        3,
+        LLAMA_OF(reduction="sum", accumulate=2, no_sync=True, inside=True, max_norm=None),
+        SPECS[2:3],
+    ),
+    "a chunked loss": (2, LLAMA_OF(dtype="bfloat16", chunked=True), SPECS[3:4]),
+    "a unit in the second backward alone": (
+        2,
+        UNITS_OF(make_units, batches_of_units, dtype="bfloat16", accumulate=2),
+        SPECS[::2],
+    ),
+    "units that some ranks skip": (3, UNITS_OF(make_units, batches_of_units), SPECS[1:3]),
+    "frozen units": (
+        2,
+        UNITS_OF(functools.partial(make_units, freeze=True), batches_of_units, dtype="float16", accumulate=2),
+        SPECS[:1],
+    ),
+}
 
 
 @pytest.mark.slow
-def test_adapters_of_a_frozen_model() -> None:
-    check(2, Training(make_adapted, batches, dtype="float16", reduction="sum", steps=4, accumulate=2), SPECS[:1])
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_of_the_plain_loop(name: str) -> None:
+    check(*CASES[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "how", "specs"),
-    [
-        (2, {"dtype": "bfloat16", "accumulate": 3, "no_sync": True}, SPECS[::4]),
-        (3, {"reduction": "sum", "accumulate": 2}, SPECS[1::2]),
-        (3, {"reduction": "sum", "accumulate": 2, "no_sync": True, "inside": True, "max_norm": None}, SPECS[2:3]),
-        (2, {"dtype": "bfloat16", "chunked": True}, SPECS[3:4]),
-    ],
-)
-def test_several_backwards_updates_inside_backward_and_the_chunked_loss(
-    size: int, how: dict[str, Any], specs: tuple[Spec, ...]
-) -> None:
-    check(size, Training(functools.partial(make, "llama"), batches, steps=3, **how), specs)
+def peak_on_rank(rank: int) -> tuple[int, int]:
+    """The most device memory of steps of one of two ranks that update inside backward, and what was planned."""
+    model, data = make_units(), batches_of_units(4)
+    how: dict[str, Any] = {"device": torch.device("cpu"), "tight": True, "world_size": 2, "step_during_backward": True}
+    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], **how)
+    for batch in data[rank::2]:
+        default_loss(wrapped, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = optimizer.report()
+    return report.device_bytes, report.predicted_device_bytes
+
+
+def test_chunks_that_are_updated_inside_backward_share_memory_for_their_gradients() -> None:
+    for peak_bytes, planned_bytes in on_ranks(2, peak_on_rank):
+        assert peak_bytes <= planned_bytes
 
 
 @pytest.mark.gpu

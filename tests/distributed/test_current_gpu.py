@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,64 +42,41 @@ def _offload(rank: int, size: int) -> None:
     _say_where()
 
 
-def _wrap(gpu: int, device: str | None = None) -> None:
-    """Train under wrap, which takes the GPU number ``gpu`` of those that the process sees."""
+def _train(device: str | None) -> None:
+    """Three steps under wrap."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
-    wrapped, optimizer = protrain.wrap(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), device=device, progress=False
-    )
+    wrapped, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters()), device=device, progress=False)
     for _ in range(3):
-        value = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)
-        assert value.device.index == gpu
-        wrapped(value).square().mean().backward()
+        wrapped(torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     _say_where()
 
 
-def _wrap_plainly(rank: int, size: int) -> None:
+def _choose_none(rank: int, size: int) -> None:
     """A script that leaves the choice of the GPU to wrap."""
-    _wrap(gpu=rank)
+    _train(None)
 
 
-def _wrap_on_cuda(rank: int, size: int) -> None:
-    """A script that asks for a GPU and names none."""
-    _wrap(gpu=rank, device="cuda")
-
-
-def _see_alone(number: int) -> None:
-    """Let this process, which has not used CUDA, see one GPU, as srun --gpus-per-task=1 does."""
+def _see(rank: int, size: int, numbers: Sequence[int]) -> None:
+    """Each process sees the GPU of its number alone, as srun --gpus-per-task=1 does."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[number]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[numbers[rank]]
+    _train("cuda")
 
 
-def _wrap_where_one_is_seen(rank: int, size: int) -> None:
-    """Each process sees a GPU of its own."""
-    _see_alone(rank)
-    _wrap(gpu=0, device="cuda")
-
-
-def _wrap_where_the_same_is_seen(rank: int, size: int) -> None:
-    """Both processes see the same GPU."""
-    _see_alone(0)
-    _wrap(gpu=0)
-
-
-@pytest.mark.parametrize("train", [_offload, _wrap_plainly, _wrap_on_cuda])
-def test_a_process_uses_its_own_gpu_alone(tmp_path: Path, train: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("train", "used"),
+    [(_offload, (0, 1)), (_choose_none, (0, 1)), (functools.partial(_see, numbers=(0, 1)), (0, 0))],
+)
+def test_a_process_uses_its_own_gpu_alone(tmp_path: Path, train: Callable[..., None], used: Sequence[int]) -> None:
     with Group(2, train, folder=tmp_path) as group:
         for rank, ending in group.endings(range(2)).items():
-            assert f"uses [{rank}]" in ending.text.splitlines(), ending.text
-
-
-def test_processes_that_see_one_gpu_each_train_on_it(tmp_path: Path) -> None:
-    with Group(2, _wrap_where_one_is_seen, folder=tmp_path) as group:
-        for ending in group.endings(range(2)).values():
-            assert "uses [0]" in ending.text.splitlines(), ending.text
+            assert f"uses [{used[rank]}]" in ending.text.splitlines(), ending.text
 
 
 def test_two_processes_on_one_gpu_are_refused(tmp_path: Path) -> None:
-    with Group(2, _wrap_where_the_same_is_seen, folder=tmp_path) as group:
+    with Group(2, _see, (0, 0), folder=tmp_path) as group:
         for ending in group.endings(range(2)).values():
             assert ending.status == 1
             (error,) = ending.errors

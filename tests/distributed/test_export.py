@@ -12,7 +12,6 @@ from torch import Tensor
 
 import protrain
 import protrain.checkpoint.export as exporting
-from protrain.checkpoint.adapters import Base
 from protrain.cli import trained
 from protrain.cli.main import main
 from tests.distributed.pool import import_in_pools, on_ranks
@@ -149,8 +148,7 @@ def train(rank: int, folder: str) -> None:
     optimizer.backward(model(input_ids=ids, labels=ids).loss)
     optimizer.step()
     optimizer.zero_grad()
-    base = Base.of(Path(folder) / "source", optimizer.ranks)
-    protrain.save_checkpoint(f"{folder}/checkpoints", model, optimizer, base=base)
+    protrain.save_checkpoint(f"{folder}/checkpoints", model, optimizer, base="source")
     protrain.export(model, f"{folder}/adapter")
     protrain.export(model, f"{folder}/merged", merge=True)
 
@@ -172,8 +170,9 @@ def test_two_ranks_write_an_adapter_and_what_peft_would_merge(tmp_path: Path) ->
     assert len(changed) == 2 * 7, "every linear layer of both blocks is trained"
 
     model, optimizer = wrapped(str(tmp_path), torch.arange(16).view(2, 8))
-    base_of_one = Base.of(tmp_path / "source", optimizer.ranks)
-    protrain.load_checkpoint(tmp_path / "checkpoints", model, optimizer, base=base_of_one)
+    with pytest.raises(protrain.CheckpointError, match="holds an adapter and not the weights of 'source'"):
+        protrain.load_checkpoint(tmp_path / "checkpoints", model, optimizer)
+    protrain.load_checkpoint(tmp_path / "checkpoints", model, optimizer, base="source")
     protrain.export(model, tmp_path / "loaded")
     name = "adapter_model.safetensors"
     assert (tmp_path / "loaded" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,21 @@ from torch import Tensor
 import protrain
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import batches, make
-from tests.engine.harness import NONE, Spec, adamw, default_loss, states, wrap_under
+from tests.engine.harness import NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 
 CPU = torch.device("cpu")
 MAKE = functools.partial(make, "llama")
 
 
-def train_in_pairs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Ranks 0 and 2 train one model, and ranks 1 and 3 another one."""
-    pairs: Any = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = MAKE()
-    optimizer = adamw(model, learning_rate=1e-3 * (1 + rank % 2))
-    data = batches(8)[rank // 2 :: 2]
-    wrapped, trainer = protrain.wrap(
-        model,
-        optimizer,
-        example_batch=data[0],
-        device="cpu",
-        device_memory="1GiB",
-        process_group=pairs[rank % 2],
-        progress=False,
-    )
-    losses = [_step(wrapped, trainer, batch) for batch in data]
-    return losses, states(wrapped, trainer)
-
-
-def train_as_two(rank: int, learning_rate: float) -> tuple[list[float], dict[str, Tensor]]:
-    model = MAKE()
-    optimizer = adamw(model, learning_rate=learning_rate)
-    data = batches(8)[rank::2]
-    wrapped, trainer = protrain.wrap(
-        model, optimizer, example_batch=data[0], device="cpu", device_memory="1GiB", progress=False
-    )
+def train(rank: int, in_pairs: bool, of_pair: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Two ranks train a model. If they are ``in_pairs``, ranks 0 and 2 train one, and ranks 1 and 3 another one."""
+    options: dict[str, Any] = {}
+    if in_pairs:
+        pairs, of_pair = [dist.new_group([0, 2]), dist.new_group([1, 3])], rank % 2
+        options["process_group"] = pairs[of_pair]
+    model, data = MAKE(), batches(8)[dist.get_rank(options.get("process_group")) :: 2]
+    how: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "progress": False, **options}
+    wrapped, trainer = protrain.wrap(model, adamw(model, 1e-3 * (1 + of_pair)), example_batch=data[0], **how)
     losses = [_step(wrapped, trainer, batch) for batch in data]
     return losses, states(wrapped, trainer)
 
@@ -63,32 +45,24 @@ def _step(model: Any, optimizer: Any, batch: Any) -> float:
 
 @pytest.mark.slow
 def test_a_group_of_some_processes_trains_a_model_of_its_own() -> None:
-    found = on_ranks(4, train_in_pairs)
+    found = on_ranks(4, train, True, 0)
     for pair in range(2):
-        expected = on_ranks(2, train_as_two, 1e-3 * (1 + pair))
+        expected = on_ranks(2, train, False, pair)
         for (losses, final), (also, same) in zip(expected, found[pair::2], strict=True):
             assert losses == also
-            assert all(torch.equal(value, same[name]) for name, value in final.items())
+            assert_same(same, final)
 
 
 def host_bytes(rank: int, local: int) -> int:
     """The host memory that a rank plans with, where ``local`` of four ranks share a node."""
-    before = os.environ["LOCAL_WORLD_SIZE"]
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", str(local))
         model = MAKE()
+        memory: dict[str, Any] = {"device_memory": "1GiB", "host_memory": "1GiB"}
         _, trainer = protrain.wrap(
-            model,
-            adamw(model),
-            example_batch=batches(1)[0],
-            device="cpu",
-            device_memory="1GiB",
-            host_memory="1GiB",
-            progress=False,
+            model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False, **memory
         )
         return trainer.hardware.host_bytes
-    finally:
-        os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 @pytest.mark.parametrize("local", [4, 2])

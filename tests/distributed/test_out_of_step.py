@@ -1,75 +1,220 @@
-"""Whatever parts the ranks of a training raises an error on all of them that says what, and leaves no process."""
+"""One rank does something else than the others: a table of what it does, and of the error that every rank raises."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from protrain.distributed.links import first_difference
-from tests.distributed.apart import Group
-from tests.distributed.out_of_step import (
-    QUICK,
-    attempt,
-    batch,
-    do,
-    end,
-    end_group_after_an_error,
-    quick,
-    run,
-    run_with_child,
-    step,
-    wrapped,
-)
+import protrain
+import protrain.distributed.ranks
+from protrain.distributed import watch
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
+from tests.engine import residual
+from tests.engine.harness import adamw, assert_same, default_loss
 
-ERROR = "protrain.common.errors.MisuseError: "
+Act = Callable[[Any, Any], object]
 
-# What one rank does before a step that the others do not, and the error of all ranks.
-APART = {
-    "another forward": r"rank 1 came to a forward, while OTHERS came to a backward\. All ranks must make the",
-    "evaluation": r"rank 1 came to a forward under torch\.no_grad\(\), while OTHERS came to a forward\. ",
-    "state_dict": r"rank 1 came to state_dict\(\), while OTHERS came to a forward",
-    "optimizer state_dict": r"rank 1 came to the optimizer's state_dict\(\), while OTHERS came to a forward",
-    "full_parameters": r"rank 1 came to full_parameters\(\), while OTHERS came to a forward",
-    "hyperparameters": r"rank 1 has other hyperparameters than rank 0 \(lr of group 0 is 0\.05, not 0\.01; beta1 of ",
-    "barrier": r"rank 1 is in torch\.distributed\.barrier\(\), while OTHERS went on to a forward\. All ranks must",
-    "all_reduce": r"rank 1 is in torch\.distributed\.all_reduce\(\), while OTHERS went on to a forward\. All",
-    "shape": "",
-    "caught": "",  # an error
+QUICK = {"TICK_S": 0.3, "CAUGHT_S": 1.0, "STUCK_S": 0.8}  # for tests of what is said rather than when
+
+
+@contextmanager
+def quick(**times: float) -> Iterator[None]:
+    """The watcher's times are short, but for ``times``, in seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in {**QUICK, **times}.items():
+            patch.setattr(watch, name, seconds)
+        yield
+
+
+def error_of(does: Callable[[], object]) -> str:
+    """The error that ``does`` raises, or nothing."""
+    try:
+        does()
+    except (ArithmeticError, ValueError, protrain.MisuseError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wrapped(*, depth: int = 3, fails: str = "", **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+    """A model whose second block ``fails`` in forward or backward."""
+    model = residual.make(width=16, depth=depth)
+    vars(model.get_submodule("blocks.1"))["fails"] = fails
+    usual = {"example_batch": residual.batches(1)[0], "device": "cpu", "device_memory": "64MiB", "progress": False}
+    return protrain.wrap(model, adamw(model), **(usual | options))
+
+
+def step(model: nn.Module, optimizer: ProTrainOptimizer, device: str = "cpu") -> None:
+    """A step, whose batch is another one on each rank."""
+    (batch,) = residual.batches()[dist.get_rank()]
+    default_loss(model, (batch.to(device),)).backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(act: Act = lambda model, optimizer: None, *, device: str = "cpu", **options: Any) -> None:
+    """Four steps, and ``act`` before the third."""
+    model, optimizer = wrapped(device=device, **options)
+    for at in range(4):
+        if at == 2:
+            act(model, optimizer)
+        step(model, optimizer, device)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What rank 1 does otherwise, and how the errors begin. Three dots stand for anything, and {} for ``own``."""
+
+    others: str
+    own: str = ""  # else that of the others
+    act: Act = lambda model, optimizer: None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def evaluate(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+    with torch.no_grad():
+        model(*residual.batches()[0])
+
+
+def fail(where: str) -> Act:
+    return lambda model, optimizer: setattr(model.get_submodule("blocks.1"), "fails", where)
+
+
+def look(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+    with protrain.full_parameters(model):
+        pass
+
+
+def all_reduce(*_: object) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def barrier(*_: object) -> None:
+    dist.barrier()
+
+
+CAME, RAISED = "MisuseError: rank 1 came to ", "MisuseError: rank 1 has raised an exception in "
+IS_IN = "MisuseError: rank 1 is in torch.distributed."
+HAS = "MisuseError: rank 1 has another "
+FAULTS = {
+    "a forward": Fault(
+        CAME + "a forward, while OTHERS came to a backward. All ranks must make the same calls",
+        act=lambda model, optimizer: model(*residual.batches()[0]),
+    ),
+    "evaluation": Fault(CAME + "a forward under torch.no_grad(), while OTHERS came to a forward. ", act=evaluate),
+    "state_dict": Fault(
+        CAME + "state_dict(), while OTHERS came to a forward", act=lambda model, optimizer: model.state_dict()
+    ),
+    "optimizer's state_dict": Fault(
+        CAME + "the optimizer's state_dict(), while OTHERS came to a forward",
+        act=lambda model, optimizer: optimizer.state_dict(),
+    ),
+    "full_parameters": Fault(CAME + "full_parameters(), while OTHERS came to a forward", act=look),
+    "hyperparameters": Fault(
+        "MisuseError: rank 1 has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.003; beta1 of ",
+        act=lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05, betas=(0.8, 0.999)),
+    ),
+    "barrier": Fault(IS_IN + "barrier(), while OTHERS went on to a forward. All ranks must", act=barrier),
+    "all_reduce": Fault(IS_IN + "all_reduce(), while OTHERS went on to a forward. All", act=all_reduce),
+    "an error in forward": Fault(
+        RAISED + "a forward, while OTHERS went on to ...: {}",
+        "ArithmeticError: forward fails",
+        act=fail("forward"),
+    ),
+    "an error in backward": Fault(  # autograd tells it to the script alone
+        RAISED + "a backward, while OTHERS went on to the ",
+        "ArithmeticError: backward fails",
+        act=fail("backward"),
+    ),
+    "an error in the profile": Fault(
+        RAISED + "protrain.wrap, while OTHERS went on to ...: {}",
+        "ArithmeticError: forward fails",
+        options={"fails": "forward"},
+    ),
+    "a wrong argument": Fault(
+        RAISED + "protrain.wrap, while OTHERS went on to ...: {}",
+        "ValueError: device must be a CUDA GPU or the CPU, not 'tpu'",
+        options={"device": "tpu"},
+    ),
+    "accumulation": Fault(
+        HAS + "way to train than rank 0 ('accumulation=2', not 'accumulation=1')", options={"accumulation": 2}
+    ),
+    "dtype": Fault(
+        HAS + "way to train than rank 0 ('dtype=torch.bfloat16', not 'dtype=torch.float", options={"dtype": "bfloat16"}
+    ),
+    "no example": Fault(HAS + "way to train than rank 0 ('example_batch=none', not ", options={"example_batch": None}),
+    "another model": Fault(HAS + "model than rank 0", options={"depth": 2}),
 }
 
 
-@pytest.mark.parametrize(("size", "what"), [*((2, what) for what in APART), (3, "another forward")])
-def test_one_rank_does_something_else(size: int, what: str) -> None:
+def error_on(rank: int, name: str) -> str:
+    fault = FAULTS[name]
+    with quick():
+        said = error_of(lambda: train(fault.act, **fault.options) if rank == 1 else train())
+    if fault.act in (barrier, all_reduce) and rank != 1:
+        fault.act(None, None)  # in which rank 1 still waits
+    return said
+
+
+@pytest.mark.parametrize(("size", "name"), [*((2, name) for name in FAULTS), (3, "a forward")])
+def test_one_rank_does_something_else(size: int, name: str) -> None:
+    fault, said = FAULTS[name], on_ranks(size, error_on, name)
     others = "rank(s 0, 2| 0| 2)" if size == 3 else "rank 0"  # one of which may come late
-    for said in on_ranks(size, attempt, size, 1, what):
-        if APART[what]:
-            assert re.match("MisuseError: " + APART[what].replace("OTHERS", others), said), said
-        else:
-            assert said == ""
+    for rank, error in enumerate(said):
+        begin = fault.own if rank == 1 and fault.own else fault.others.replace("{}", fault.own)
+        assert re.match(re.escape(begin).replace("OTHERS", others).replace(r"\.\.\.", ".*"), error), error
 
 
-@pytest.mark.parametrize("what", ["forward", "backward"])
-def test_one_rank_raises_an_error_and_catches_it(what: str) -> None:
-    other, own = on_ranks(2, attempt, 2, 1, what)
-    assert own == f"ValueError: the {what} of a rank fails"
-    assert other.startswith(f"MisuseError: rank 1 has raised an exception in a {what}, while rank 0 went on to ")
-    # The error of a backward is told to the script alone by autograd.
-    assert other.endswith("See what that rank printed" if what == "backward" else own)
+def send_another_size(rank: int) -> str:
+    """All ranks issue a collective, and that of rank 1 has more bytes."""
+    with quick(TICK_S=1000.0):
+        return error_of(lambda: train(lambda model, optimizer: optimizer.ranks.watch.note("a message", 8 + rank)))
 
 
-def legal(rank: int, what: str) -> float:
+def test_collectives_of_different_sizes_are_found_at_the_end_of_the_backward() -> None:
+    for error in on_ranks(2, send_another_size):
+        assert error.startswith(CAME + "a message with 9 bytes, while rank 0 came to a message with 8 bytes"), error
+
+
+# -- what is right -----------------------------------------------------------------------------------------------------
+
+
+def be_refused(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+    """The batch of rank 1 is too large for its device, and the script catches that."""
+    with pytest.raises(protrain.MisuseError):
+        model(residual.batches()[0][0].repeat(100_000, 1))
+
+
+def catch(rank: int) -> str:
+    with quick(CAUGHT_S=60.0):
+        return error_of(lambda: train(be_refused) if rank == 1 else train())
+
+
+def test_an_error_that_one_rank_catches_before_it_goes_on_is_none() -> None:
+    assert on_ranks(2, catch) == ["", ""]
+
+
+def wait_for_a_rank(rank: int, what: str) -> float:
     """Before the second step rank 1 waits in a collective for rank 2, which is slow. Returns what that gives."""
     with quick():
-        model, optimizer = wrapped(rank, "cpu")
-        step(model, optimizer, batch(rank, 0))
+        model, optimizer = wrapped()
+        step(model, optimizer)
         pair, values, work = dist.new_group([1, 2]), torch.ones(1), None
         if rank == 2:
             time.sleep(2.0)
@@ -77,7 +222,7 @@ def legal(rank: int, what: str) -> float:
             dist.barrier(group=pair)
         elif what == "begun before":
             work = dist.all_reduce(values, async_op=rank == 0)
-        model(batch(rank, 1)).backward()
+        default_loss(model, residual.batches()[rank]).backward()
         if work is not None:
             work.wait()
     return values.item()
@@ -87,126 +232,85 @@ def legal(rank: int, what: str) -> float:
 @pytest.mark.parametrize(("what", "value"), [("of a pair", 1.0), ("begun before", 3.0)])
 def test_a_call_of_the_script_that_ends_by_itself(what: str, value: float) -> None:
     """Its group is without the rank that waits in the model, or that rank has begun the call before."""
-    assert on_ranks(3, legal, what) == [value] * 3
+    assert on_ranks(3, wait_for_a_rank, what) == [value] * 3
 
 
-# -- processes that end ------------------------------------------------------------------------------------------------
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+NAME = "blocks.0.first.weight"
+EDITS: dict[str, Callable[[int, nn.Module], object]] = {
+    "MisuseError: rank 1 has edited enter.weight inside full_parameters otherwise than rank 0: make the same edits": (
+        lambda rank, model: model.get_parameter("enter.weight").zero_() if rank == 0 else None
+    ),
+    "MisuseError: rank 1 has edited enter.bias inside full_parameters otherwise than rank 0: make the same edits": (
+        lambda rank, model: model.get_parameter("enter.bias").fill_(float(rank))
+    ),
+    "ValueError: enter.bias was given the shape (3": (
+        lambda rank, model: setattr(model.get_parameter("enter.bias"), "data", torch.zeros(3)) if rank == 1 else None
+    ),
+}
 
 
-def test_a_rank_that_its_script_ends_by_an_error(tmp_path: Path) -> None:
-    with Group(2, do, 0, "loader", QUICK, 8, folder=tmp_path) as group:
-        endings = group.endings(range(2))
-    own = "ValueError: the loader of a rank fails"
-    assert endings[0].errors == [own], endings[0].text
-    (error,) = endings[1].errors  # one, without another that it followed from
-    assert error.startswith(f"{ERROR}rank 0 has raised an exception, while rank 1 went on to "), error
-    assert error.endswith(own), error
-    assert [ending.status for ending in endings.values()] == [1, 1]
+def edit(rank: int) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
+    """Edit a weight on all ranks, then in ways that are refused. Returns the weights after each, and the errors."""
+    model, _ = wrapped()
 
+    def edit_by(does: Callable[[int, nn.Module], object]) -> None:
+        with protrain.full_parameters(model), torch.no_grad():
+            does(rank, model)
 
-def test_an_error_that_a_script_has_not_left_yet_is_named(tmp_path: Path) -> None:
-    with Group(2, end_group_after_an_error, QUICK, folder=tmp_path) as group:
-        endings = group.endings(range(2))
-    (error,) = endings[0].errors
-    said = "rank 1 has raised an exception, while rank 0 went on to a forward: ValueError: the loader of a rank fails"
-    assert error == ERROR + said, error
-
-
-def test_an_end_is_judged_as_soon_as_it_is_told(tmp_path: Path) -> None:
-    """A launcher ends the others as soon as the process is gone that an error has ended, which takes a second."""
-    with Group(2, do, 1, "late end", {"TICK_S": 1000.0}, 8, folder=tmp_path, frees_modules=True) as group:
-        endings = group.endings(range(2))
-    assert [ending.status for ending in endings.values()] == [1, 0]
-    assert endings[0].errors[0].startswith(ERROR + "rank 1 has ended, while rank 0 went on to "), endings[0].text
-
-
-def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
-    """They keep its connections of gloo open, so that no collective fails."""
-    with Group(2, run_with_child, folder=tmp_path) as group:
-        for rank in range(2):
-            group.wait_for("child ", rank=rank)
-        children = [int(group.text(rank).split("child ")[1].split()[0]) for rank in range(2)]
-        try:
-            group.send(1, signal.SIGKILL)
-            (ending,) = group.endings([0]).values()
-        finally:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-        assert ending.errors[0].startswith(f"{ERROR}rank 1 has died")
+    edit_by(lambda rank, model: model.get_parameter(NAME).fill_(2.0))
+    edited = dict(model.state_dict())
+    return edited, [error_of(partial(edit_by, does)) for does in EDITS.values()], dict(model.state_dict())
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
-    with Group(3, do, 1, "slow", {"TICK_S": 0.2, "WARN_S": 1.5}, 4, folder=tmp_path) as group:
-        endings = group.endings(range(3))
-    for rank, ending in endings.items():
-        assert ending.status == 0, ending.text
-        found = re.findall(r"UserWarning: rank (\d) has waited \d+ s for (.*) \(collective (\d+)\)", ending.text)
-        waits = [wait for _, _, wait in found]
-        assert len(set(waits)) == len(waits), found  # one warning for each wait
-        if rank == 1:
-            _, *stacks = ending.text.split("Other ranks wait for rank 1, which is here:")  # at its start, too
-            assert any(re.search(r"out_of_step\.py\", line \d+ in _misbehave", stack) for stack in stacks), stacks
-        else:
-            assert (str(rank), "rank 1 in the gather of chunk 0") in [(who, what) for who, what, _ in found]
+def test_edits_are_made_on_all_ranks_or_on_none() -> None:
+    expected = residual.make(width=16, depth=3).state_dict()
+    expected[NAME] = torch.full_like(expected[NAME], 2.0)
+    for edited, errors, after in on_ranks(3, edit):
+        assert_same(edited, expected)
+        assert_same(after, expected)
+        assert [error[: len(said)] for error, said in zip(errors, EDITS, strict=True)] == list(EDITS)
+
+
+# -- what all ranks must call, and one calls alone ---------------------------------------------------------------------
+
+ALONE: dict[str, Callable[[Any, Any, str], object]] = {
+    "state_dict()": lambda model, optimizer, folder: model.get_submodule("blocks.1").state_dict(),
+    "load_state_dict()": lambda model, optimizer, folder: model.load_state_dict(
+        {NAME: torch.zeros(16, 16)}, strict=False
+    ),
+    "the optimizer's state_dict()": lambda model, optimizer, folder: optimizer.state_dict(),
+    "the optimizer's load_state_dict()": lambda model, optimizer, folder: optimizer.load_state_dict({}),
+    "export_parameter()": lambda model, optimizer, folder: optimizer.export_parameter(NAME),
+    "full_parameters()": lambda model, optimizer, folder: protrain.full_parameters(model).__enter__(),
+    "save_checkpoint()": lambda model, optimizer, folder: protrain.save_checkpoint(folder, model, optimizer),
+    "load_checkpoint()": lambda model, optimizer, folder: protrain.load_checkpoint(folder, model, optimizer),
+    "async_save()": lambda model, optimizer, folder: protrain.async_save(folder, model, optimizer),
+    "protrain.export()": lambda model, optimizer, folder: protrain.export(model, folder),
+    "full_state_dict()": lambda model, optimizer, folder: protrain.full_state_dict(model),
+    "the optimizer's full_state_dict()": lambda model, optimizer, folder: optimizer.full_state_dict(),
+}
+
+
+def call_alone(rank: int, folder: str) -> list[str]:
+    """The ranks take turns. Returns the errors of those calls that were this rank's."""
+    errors = []
+    for at, call in enumerate(ALONE.values()):
+        # What has failed in one group must not disturb the next.
+        model, optimizer = wrapped(process_group=dist.new_group(backend="gloo"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(protrain.distributed.ranks, "_ABSENT_S", 0.3)
+            if rank == at % 2:
+                errors.append(error_of(partial(call, model, optimizer, folder)))
+        dist.barrier()
+    return errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_wrap_ends_a_group_that_it_has_started(tmp_path: Path, own: bool) -> None:
-    with Group(2, end, own, folder=tmp_path, frees_modules=True) as group:
-        for ending in group.endings(range(2)).values():
-            assert ending.status == 0, ending.text
-            assert f"trained\nthere is a group: {own}\n" in ending.text, ending.text
-
-
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.mark.gpu
-@TWO_GPUS
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("forward", "rank 1 has raised an exception in a forward, while rank 0 went on to "),
-        ("backward", "rank 1 has raised an exception in a backward, while rank 0 went on to "),
-        ("another forward", "rank 1 came to a forward, while rank 0 came to a backward. "),
-        ("state_dict", "rank 1 came to state_dict(), while rank 0 came to a forward"),
-        ("barrier", "rank 1 is in torch.distributed.barrier(), while rank 0 went on to "),
-    ],
-)
-def test_out_of_step_on_two_gpus(tmp_path: Path, what: str, said: str) -> None:
-    with Group(2, do, 1, what, QUICK, 8, "cuda", folder=tmp_path) as group:
-        ending = group.endings(range(2))[0]
-    assert len(ending.errors) == 1, ending.text
-    assert ending.errors[0].startswith(ERROR + said), ending.text
-
-
-@pytest.mark.gpu
-@TWO_GPUS
-@pytest.mark.parametrize("victim", range(2))
-def test_a_rank_is_killed_on_two_gpus(tmp_path: Path, victim: int) -> None:
-    with Group(2, run, 600.0, "cuda", folder=tmp_path) as group:
-        group.wait_for("step 2", rank=victim)
-        group.send(victim, signal.SIGKILL)
-        (ending,) = group.endings([1 - victim]).values()
-        assert any(each.startswith(f"{ERROR}rank {victim} has died") for each in ending.errors), ending.text
-
-
-def test_first_difference() -> None:
-    usual = [(5, "a forward", 0), (6, "the gather of chunk 1", 256)]
-    earlier = [(4, "a backward", 0), (5, "a forward", 0)]
-    assert first_difference({0: usual, 1: usual, 2: earlier}) is None
-    assert first_difference({0: usual, 1: []}) is None
-    said = first_difference({0: [(6, "the gather of chunk 1", 512)], 1: usual, 2: usual})
-    assert said is not None
-    assert said.startswith(
-        "rank 0 came to the gather of chunk 1 with 512 bytes, while ranks 1, 2 came to the gather of chunk 1 with 256 "
-        "bytes. All ranks must make the same calls"
-    )
-    other = [(6, "a backward", 0), (7, "the gather of chunk 1", 256)]
-    said = first_difference({0: other, 1: usual, 2: other, 3: [*usual, (7, "a forward", 0)]})
-    assert said is not None
-    assert said.startswith(
-        "ranks 1, 3 came to the gather of chunk 1 with 256 bytes, while ranks 0, 2 came to a backward"
-    )
+def test_a_call_on_one_rank_alone_is_an_error_within_seconds(tmp_path: Path) -> None:
+    errors = [error for both in zip_longest(*on_ranks(2, call_alone, str(tmp_path))) for error in both]
+    for name, error in zip(ALONE, errors, strict=True):
+        assert f" and gives up. Call {name} in every process" in error
+    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 import protrain
 from protrain import wrapping
 from protrain.profiler import cache, step_times, trace
-from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 
 
@@ -94,32 +92,3 @@ def profile_with_a_full_rank(rank: int) -> tuple[str, float]:
 def test_a_rank_without_memory_for_a_profile_leaves_the_others_theirs() -> None:
     first, other = on_ranks(2, profile_with_a_full_rank)
     assert first == other
-
-
-def in_profile(rank: int, size: int) -> None:
-    """Wrap a model whose forward waits for all ranks. Rank 1 fails in the profile."""
-    dist.init_process_group("gloo")
-    model = Centred(together=True)
-    if rank == 1:
-        model.register_forward_pre_hook(_fails)
-    wrap(model)
-
-
-def _fails(model: nn.Module, args: tuple[Tensor]) -> None:
-    raise ValueError("the profile of a rank fails")
-
-
-FAILED = "ValueError: the profile of a rank fails"
-
-
-def test_a_rank_fails_in_the_profile_while_the_others_are_in_a_collective_of_the_model(tmp_path: Path) -> None:
-    """Gloo ends that as soon as the process of the rank has ended."""
-    with Group(3, in_profile, folder=tmp_path) as group:
-        endings = group.endings(range(3))
-    assert endings[1].errors == [FAILED]
-    for rank in (0, 2):
-        (error,) = endings[rank].errors
-        assert error.startswith("RuntimeError: "), error
-        said = endings[rank].text  # which may name the other waiting rank before rank 1
-        assert "The ranks are out of step: " in said, said
-        assert f"rank 1 has raised an exception in protrain.wrap: {FAILED}" in said, said

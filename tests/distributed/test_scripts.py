@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.engine.harness import FEW_PLANS, PLANS, Spec, adamw, default_loss, wr
 from tests.engine.plain_loop import prepare_plain
 
 WORDS, WIDTH, ROWS = 32, 16, 4
+ROOT = Path(__file__).parents[2]
 
 
 class Model(nn.Module):
@@ -92,16 +95,6 @@ def grow(loop: Loop) -> None:
         loop.step(loop.loss(loop.ids(step, length + step * loop.rank)))
 
 
-def freeze(loop: Loop) -> None:
-    """The first layers are frozen for a while."""
-    early = [*loop.model.get_submodule("embedding").parameters(), *loop.model.get_submodule("blocks.0").parameters()]
-    for step in range(6):
-        if step in (2, 4):
-            for parameter in early:
-                parameter.requires_grad = step == 4
-        loop.step(loop.loss(loop.ids(step)))
-
-
 def decide(loop: Loop) -> None:
     """The learning rate follows a metric of all ranks, and rank 0 alone decides when to stop."""
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer, factor=0.5, patience=0)
@@ -117,32 +110,6 @@ def decide(loop: Loop) -> None:
         dist.broadcast(stop, 0)
         if stop:
             break
-
-
-def skip(loop: Loop) -> None:
-    """A loss that is not finite on one rank is skipped by both."""
-    for step in range(4):
-        loss = loop.loss(loop.ids(step))
-        if step == 2 and loop.rank == 1:
-            loss = loss * float("nan")
-        bad = (~loss.isfinite()).float()
-        dist.all_reduce(bad)
-        if bad:
-            del loss
-            continue
-        loop.step(loss)
-
-
-def centre(loop: Loop) -> None:
-    """Blocks subtract the mean over all ranks from their outputs, as SyncBatchNorm does, which refuses a CPU."""
-
-    def centred(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output - torch.distributed.nn.functional.all_reduce(output.mean(0)) / 2
-
-    for block in loop.model.get_submodule("blocks").children():
-        block.register_forward_hook(centred)
-    for step in range(3):
-        loop.step(loop.loss(loop.ids(step)))
 
 
 def penalise(loop: Loop) -> None:
@@ -204,7 +171,7 @@ def train(rank: int, script: Callable[[Loop], None], spec: Spec) -> list[str]:
 
 
 @pytest.mark.parametrize("spec", [PLANS[0], FEW_PLANS[0]], ids=str)
-@pytest.mark.parametrize("script", [contrast, grow, freeze, decide, skip, centre, penalise, look_alone])
+@pytest.mark.parametrize("script", [contrast, grow, decide, penalise, look_alone])
 def test_a_script(script: Callable[[Loop], None], spec: Spec) -> None:
     assert on_ranks(2, train, script, spec) == [[], []]
 
@@ -264,6 +231,25 @@ def error_of(rank: int, name: str) -> str:
 def test_a_script_that_both_ranks_refuse(name: str) -> None:
     for error in on_ranks(2, error_of, name):
         assert REFUSED[name][1] in error
+
+
+# -- an example --------------------------------------------------------------------------------------------------------
+
+
+def pretrain(rank: int, folder: str) -> list[float]:
+    script = runpy.run_path(str(ROOT / "examples/pretrain.py"))
+    options = ["--device", "cpu", "--steps", "3", "--micro-batches", "2", "--folder", folder]
+    losses: list[float] = script["main"](options)
+    return losses
+
+
+@pytest.mark.slow
+def test_the_example_has_the_same_bits_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    expected = pretrain(0, str(tmp_path / "one"))
+    assert on_ranks(2, pretrain, str(tmp_path / "two")) == [expected] * 2
+    weights = [tmp_path / name / "model/model.safetensors" for name in ("one", "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 # -- generation --------------------------------------------------------------------------------------------------------

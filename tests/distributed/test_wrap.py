@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,96 +17,27 @@ import protrain
 from protrain import wrapping
 from protrain.common.tables import format_bytes
 from tests.distributed import test_bits as bits
-from tests.distributed.out_of_step import quick
 from tests.distributed.pool import on_ranks
-from tests.engine.harness import assert_same, seeded
-
-WIDTH, ROWS = 256, 4
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.dropout(torch.relu(self.linear(value)))
+from tests.engine import residual
+from tests.engine.harness import adamw, assert_same, default_loss, seeded
+from tests.tiny_models import LLAMA
 
 
-class Model(nn.Module):
-    """Blocks, of which ``full_device`` pretends that they do not fit the device."""
-
-    def __init__(self, *, dropout: float = 0.0, full_device: bool = False, depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
-        self.full_device = full_device
-
-    def forward(self, value: Tensor) -> Tensor:
-        if self.full_device:
-            raise ValueError("the forward fails in the profile")
-        for block in self.blocks:
-            value = block(value)
-        return value.square().mean()
+def make(*, dropout: float = 0.0) -> nn.Module:
+    model = residual.make(width=256, depth=3)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model
 
 
-def batch(seed: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+def batch(seed: int) -> Any:
+    return residual.batches(seed + 1)[seed]
 
 
 def wrap(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    with seeded():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"example_batch": (batch(0),), "device": "cpu", "device_memory": "64MiB"} | options
-    return protrain.wrap(model, optimizer, progress=False, **options)
-
-
-def error_of(rank: int, model: dict[str, Any], options: Sequence[dict[str, Any]]) -> str:
-    """The error that wrap raises, with ``options`` by rank and ``model`` on rank 1."""
-    with quick():
-        try:
-            wrap(Model(**(model if rank == 1 else {})), **options[rank])
-        except (ValueError, protrain.MisuseError) as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "own"),
-    [
-        ({}, {"accumulation": 0}, "ValueError: accumulation must be 1 or more, the backward() calls of a step, not 0"),
-        ({}, {"device": "tpu"}, "ValueError: device must be a CUDA GPU or the CPU, not 'tpu'"),
-        ({"full_device": True}, {}, "ValueError: the forward fails in the profile"),
-    ],
-)
-def test_an_error_of_one_rank_is_raised_on_all(model: dict[str, Any], options: dict[str, Any], own: str) -> None:
-    other, mine = on_ranks(2, error_of, model, ({}, options))
-    assert mine == own
-    assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap, while rank 0 went on to ")
-    assert other.endswith(f": {own}")
-
-
-def test_an_error_of_one_rank_after_one_of_both() -> None:
-    """Both have caught theirs, so it blames nobody, and does not hide the next one."""
-    for mine in on_ranks(2, error_of, {}, ({"accumulation": 0}, {"accumulation": 0})):
-        assert mine.startswith("ValueError: accumulation must be 1 or more")
-    other, mine = on_ranks(2, error_of, {}, ({}, {"device": "tpu"}))
-    assert mine == "ValueError: device must be a CUDA GPU or the CPU, not 'tpu'"
-    assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "said"),
-    [
-        ({}, {"accumulation": 2}, "another way to train than rank 0 ('accumulation=2', not 'accumulation=1')"),
-        ({}, {"dtype": "bfloat16"}, "another way to train than rank 0 ('dtype=torch.bfloat16', not 'dtype=torch.float"),
-        ({}, {"example_batch": None}, "another way to train than rank 0 ('example_batch=none', not 'example_batch=g"),
-        ({"depth": 2}, {}, "another model than rank 0"),
-    ],
-)
-def test_one_rank_wraps_otherwise(model: dict[str, Any], options: dict[str, Any], said: str) -> None:
-    for error in on_ranks(2, error_of, model, ({}, options)):
-        assert error.startswith(f"MisuseError: rank 1 has {said}"), error
+    usual = {"example_batch": batch(0), "device": "cpu", "device_memory": "64MiB"}
+    return protrain.wrap(model, adamw(model), progress=False, **(usual | options))
 
 
 def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example: bool) -> list[str]:
@@ -113,15 +45,15 @@ def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example:
     with warnings.catch_warnings(record=True) as caught, seeded():
         warnings.simplefilter("always")
         data, choices = seeds[rank]
-        model, optimizer = wrap(Model(dropout=dropout), **({} if example else {"example_batch": None}))
+        model, optimizer = wrap(make(dropout=dropout), **({} if example else {"example_batch": None}))
         torch.manual_seed(choices)
         with torch.no_grad():
             model.eval()
             if example:
-                model(batch(7))  # evaluation on the same batches is usual
+                model(*batch(7))  # evaluation on the same batches is usual
             model.train()
         for _ in range(2):
-            model(batch(data)).backward()
+            default_loss(model, batch(data)).backward()
             optimizer.step()
             optimizer.zero_grad()
     return [str(each.message) for each in caught]
@@ -150,12 +82,8 @@ def test_ranks_that_do_the_same(
 
 def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
     """Wrap a model that each rank has built. Returns the warnings, and the error."""
-    build: Callable[[], nn.Module] = Model
-    if empty:
-        with protrain.empty_parameters():
-            model = build()
-    else:
-        model = build()
+    with protrain.empty_parameters() if empty else nullcontext():
+        model = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -166,7 +94,7 @@ def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
 
 
 def test_whole_models_in_every_process() -> None:
-    own = sum(parameter.nbytes for parameter in Model().parameters())
+    own = sum(parameter.nbytes for parameter in make().parameters())
     said = (
         "each of the 2 processes on this machine holds the whole model in host memory, "
         f"{format_bytes(2 * own)} (2 x {format_bytes(own)}) in all"
@@ -188,8 +116,8 @@ def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
         if free is not None:
             patch.setattr(wrapping, "available_host_bytes", lambda: free)
         with protrain.empty_parameters():
-            model = Model()
-        _, optimizer = wrap(model, host_memory="64MiB", device_memory="2MiB")
+            model = make()
+        _, optimizer = wrap(model, host_memory="64MiB", device_memory="4MiB")
     return optimizer.plan.host_bytes, [str(each.message) for each in caught]
 
 
@@ -236,7 +164,7 @@ def test_the_values_of_the_first_rank() -> None:
 def empty(rank: int) -> nn.Module:
     torch.manual_seed(5 + rank)
     with protrain.empty_parameters():
-        config = bits.transformers.MixtralConfig(**bits.LLAMA, num_local_experts=4)
+        config = bits.transformers.MixtralConfig(**LLAMA, num_local_experts=4)
         model: nn.Module = bits.transformers.MixtralForCausalLM(config)
     return model
 
@@ -252,37 +180,35 @@ def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first() -
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
-def train_in_mesh(rank: int, meshed: bool) -> list[float]:
-    """Losses of training in the only dimension of a mesh, or in the default group."""
-    options: dict[str, Any] = {}
-    if meshed:
-        options["process_group"] = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()
-    with seeded():
-        model, optimizer = wrap(Model(), **options)
-    losses = []
-    for step in range(3):
-        loss = model(batch(2 * step + rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train_in_mesh(rank: int) -> tuple[list[float], list[float]]:
+    """Losses of training in the default group, and in the only dimension of a mesh."""
+    found = []
+    for group in (None, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()):
+        with seeded():
+            model, optimizer = wrap(make(), process_group=group)
+        losses = []
+        for step in range(3):
+            losses.append(default_loss(model, batch(2 * step + rank)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+    return found[0], found[1]
 
 
 def test_the_group_of_a_mesh() -> None:
-    losses = on_ranks(2, train_in_mesh, True)
-    assert losses == on_ranks(2, train_in_mesh, False)
-    assert losses[0] != losses[1]
+    (mine, meshed), (others, _) = on_ranks(2, train_in_mesh)
+    assert mine == meshed != others
 
 
 def refused(rank: int, what: str) -> str:
     from torch.distributed.fsdp import fully_shard  # these take seconds to import
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    model, options = Model(), dict[str, Any]()
+    model, options = make(), dict[str, Any]()
     if what == "tensor parallelism":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        parallelize_module(model.blocks[0], mesh["tp"], {"linear": ColwiseParallel()})
+        parallelize_module(model.get_submodule("blocks.0"), mesh["tp"], {"first": ColwiseParallel()})
     elif what == "HSDP":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     elif what == "mesh":
@@ -299,8 +225,8 @@ def refused(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("tensor parallelism", "parameter blocks.0.linear.weight is a DTensor, .* tensor, context or pipeline "),
-        ("HSDP", r"parameter blocks.0.linear.weight is a DTensor, .* replicas of shards \(HSDP\)"),
+        ("tensor parallelism", "parameter blocks.0.first.weight is a DTensor, .* tensor, context or pipeline "),
+        ("HSDP", r"parameter enter.weight is a DTensor, .* replicas of shards \(HSDP\)"),
         (
             "mesh",
             r"process_group must be a .*, not a DeviceMesh\. .*mesh\[name\].get_group\(\).*\(HSDP\)",

@@ -29,9 +29,7 @@ class Training:
     accumulate: int = 1  # micro-batches of each rank in a step
     no_sync: bool = False  # for all of these but the last
     inside: bool = False  # updates are made inside backward
-    tight: bool = False  # no device memory beyond what the plan takes
     max_norm: float | None = 0.5
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     chunked: bool = False  # the loss is computed in pieces
     device: str = "cpu"  # or "cuda", of which every rank has one
 
@@ -55,7 +53,7 @@ def plain(training: Training, size: int) -> Outcome:
     model = training.make()
     if training.chunked:
         chunk_loss(model)
-    model, optimizer = prepare_plain(model, training.optimizer(model), device=training.device_of(0), dtype=dtype)
+    model, optimizer = prepare_plain(model, adamw(model), device=training.device_of(0), dtype=dtype)
     factor = 1.0 / size if training.reduction == "mean" else 1.0
     count = size * training.accumulate
     batches = training.batches(count * training.steps)
@@ -85,11 +83,10 @@ def on_rank(rank: int, size: int, training: Training, specs: Sequence[Spec]) -> 
         wrapped, optimizer = wrap_under(
             spec,
             model,
-            training.optimizer(model),
+            adamw(model),
             batches[0],
             device=training.device_of(rank),
             dtype=DTYPES[training.dtype],
-            tight=training.tight,
             world_size=size,
             gradient_reduction=training.reduction,
             accumulation=training.accumulate,

@@ -97,21 +97,21 @@ def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
     with scale.for_backward() as factor:
         assert factor == 2.0**16
     for _ in range(1999):
-        scale.note_step()
+        scale.count_step()
     assert scale.scale == 2.0**16
-    scale.note_step()
+    scale.count_step()
     assert (scale.scale, scale.used) == (2.0**17, 2.0**16), "what was used is not what comes next"
     with scale.for_backward() as factor:
         assert factor == 2.0**17
-    scale.note_skipped()
+    scale.count_skipped()
     assert (scale.scale, scale.used, scale.finite_steps, scale.skipped) == (2.0**16, 2.0**17, 0, 1)
     for _ in range(40):
-        scale.note_skipped()
+        scale.count_skipped()
     assert scale.scale == 2.0**-24
     with pytest.warns(UserWarning, match="42 steps were skipped.*train in bfloat16"):
         scale.warn_of_smallest()
     scale.load({"scale": 2.0**24, "finite_steps": 1999, "skipped": 3})
-    scale.note_step()
+    scale.count_step()
     assert scale.scale == 2.0**24
     other = LossScale()
     other.load(scale.state())

@@ -1,4 +1,4 @@
-"""Trainings of a small model by Lightning's Trainer and by Fabric, plain and on ProTrain."""
+"""Trainings of a small model by Lightning's Trainer, plain and on ProTrain."""
 
 from __future__ import annotations
 
@@ -141,41 +141,3 @@ def protrain_strategy(memory: str = "0.3MiB", **arguments: Any) -> Any:
     from protrain.integrations.lightning import ProTrainStrategy
 
     return ProTrainStrategy(device_memory=memory, progress=False, **arguments)
-
-
-def run_fabric(folder: Path, strategy: Any, *, devices: int = 1, resume: Path | None = None) -> Run:
-    """Fabric's loop: accumulation over two batches, clipping, and a checkpoint after three steps."""
-    fabric = lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
-    fabric.launch()
-    plain = network()
-    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    batches = fabric.setup_dataloaders(loader())
-    state = {"model": model, "optimizer": optimizer, "batches": 0}
-    losses = []
-    for number, (rows, target) in enumerate(batches):
-        if number == 0 and resume is not None:
-            fabric.load(resume / "half.ckpt", state)
-        if number < state["batches"]:
-            continue
-        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
-            loss = F.mse_loss(model(rows), target)
-            fabric.backward(loss / 2)
-        losses.append(float(loss.detach()))
-        if number % 2:
-            fabric.clip_gradients(model, optimizer, max_norm=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        if number == 3:
-            fabric.save(folder / "half.ckpt", state | {"batches": 4})
-    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()})
-
-
-def run_fabric_on_rank(rank: int, folder: Path, on_protrain: bool) -> Run:
-    size = int(os.environ["WORLD_SIZE"])
-    return run_fabric(folder, protrain_fabric() if on_protrain else "ddp", devices=size)
-
-
-def protrain_fabric() -> Any:
-    from protrain.integrations.lightning import ProTrainFabricStrategy
-
-    return ProTrainFabricStrategy(accumulation=2, device_memory="0.3MiB", progress=False)

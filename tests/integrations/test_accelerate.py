@@ -92,8 +92,6 @@ def assert_close(ours: Run, plain: Run) -> None:
 def plain_whole_and_resumed(rank: int, folder: Path, example: bool) -> tuple[Run, Run, Run]:
     """A loop without ProTrain, one with it that saves half way, and one that goes on from there."""
     plain, whole = Loop(on_protrain=False), Loop(example=example)
-    plain.train(HALF)
-    plain.accelerator.save_state(str(folder / "plain"))
     plain.train(BATCHES)
     whole.train(HALF)
     with no_gathering():
@@ -119,15 +117,10 @@ def assert_goes_on(plain: Run, whole: Run, resumed: Run) -> None:
 
 @pytest.mark.parametrize("example", [False, True])
 def test_a_loop_trains_as_without_protrain_and_goes_on(tmp_path: Path, example: bool) -> None:
-    """Also from a state that was saved without it."""
     plain, whole, resumed = plain_whole_and_resumed(0, tmp_path, example)
     assert_goes_on(plain, whole, resumed)
     assert not list((tmp_path / "ours").glob("*.safetensors"))
     assert not (tmp_path / "ours" / "optimizer.bin").exists()
-    loop = Loop(example=example)
-    loop.accelerator.load_state(str(tmp_path / "plain"))
-    loop.train(BATCHES)
-    assert_close(loop.run(), Run(plain.losses[HALF:], plain.weights))
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -167,15 +160,13 @@ def test_two_models_of_one_accelerator_have_folders_of_their_own(tmp_path: Path)
 
 
 def test_a_torn_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from protrain.integrations import accelerate as client
-
     def tear(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     loop = Loop()
     loop.train(2)
     with monkeypatch.context() as torn:
-        torn.setattr(client, "save_checkpoint", tear)
+        torn.setattr("protrain.integrations.accelerate.save_checkpoint", tear)
         with pytest.raises(KeyboardInterrupt):
             loop.accelerator.save_state(str(tmp_path / "new"))
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -184,13 +175,12 @@ def test_a_torn_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shutil.copytree(tmp_path / "old", tmp_path / "copy")
     loop.train(4)
     with monkeypatch.context() as torn:
-        torn.setattr(client, "save_checkpoint", tear)
+        torn.setattr("accelerate.accelerator.save_accelerator_state", tear)
         with pytest.raises(KeyboardInterrupt):
             loop.accelerator.save_state(str(tmp_path / "old"))
-    with pytest.raises(CheckpointError, match=r"files that do not belong to .*interrupted"):
+    with pytest.raises(CheckpointError, match="was not saved to its end"):
         loop.accelerator.load_state(str(tmp_path / "old"))
     loop.accelerator.load_state(str(tmp_path / "copy"))
     os.unlink(next((tmp_path / "copy" / "protrain").glob("*/state-*")))
     with pytest.raises(CheckpointError, match="is missing"):
         loop.accelerator.load_state(str(tmp_path / "copy"))
-    assert len(loop.accelerator._models) == len(loop.accelerator._optimizers) == 1

@@ -60,32 +60,27 @@ def test_any_trainer_trains_within_the_limits_of_the_environment(
     assert on_protrain(kind) is kind
 
 
+def _file(name: str) -> dict[str, Any]:
+    """What the file ``name`` that the documents have defines, once it has run."""
+    page = (Path(__file__).parents[2] / "docs/clients.md").read_text(encoding="utf-8")
+    defined: dict[str, Any] = {}
+    exec(page.partition(f"# {name}")[2].partition("```")[0].partition("\n")[2], defined)
+    return defined
+
+
 def test_llamafactory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one kind the Trainer lies in the module of its own alone, as the workflow imports it when it runs."""
-    found = []
+    ran = []
     modules = {}
-    names = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "CustomDPOTrainer"}
-    for kind, name in {**names, "kto": "CustomKTOTrainer", "rm": "PairwiseTrainer"}.items():
+    for kind, name in {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "CustomDPOTrainer"}.items():
         modules[kind] = _module(monkeypatch, f"llamafactory.train.{kind}.trainer", **{name: _Own})
         in_workflow = {} if kind == "dpo" else {name: _Own}
         modules[f"{kind}.workflow"] = _module(monkeypatch, f"llamafactory.train.{kind}.workflow", **in_workflow)
-
-    def run() -> None:
-        found.append(sys.argv[1:])
-
-    _module(monkeypatch, "llamafactory.train.tuner", run_exp=run)
-    monkeypatch.setattr(sys, "argv", ["llamafactory", "train", "config.yaml", "max_steps=3"])
-    main = importlib.import_module("protrain.integrations.llamafactory").main
-    main()
-    assert found == [["config.yaml", "low_cpu_mem_usage=false", "max_steps=3"]]
-    monkeypatch.setattr(sys, "argv", ["llamafactory", "train", "--stage", "sft"])
-    main()
-    assert found[1] == ["--low_cpu_mem_usage", "false", "--stage", "sft"]
+    _module(monkeypatch, "llamafactory.train.tuner", run_exp=lambda: ran.append(True))
+    _file("protrain_llamafactory.py")
+    assert ran
     assert issubclass(modules["sft.workflow"].CustomSeq2SeqTrainer, ProTrainMixin)
     assert issubclass(modules["dpo"].CustomDPOTrainer, ProTrainMixin)
-    monkeypatch.setattr(sys, "argv", ["llamafactory", "export", "config.yaml"])
-    with pytest.raises(SystemExit, match=r"usage: python -m protrain\.integrations\.llamafactory train CONFIG"):
-        main()
 
 
 def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,19 +92,16 @@ def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
     _module(monkeypatch, "axolotl.core.trainers", AxolotlTrainer=_Own)
     _module(monkeypatch, "axolotl.core.trainers.dpo", DPOStrategy=DPOStrategy)
     _module(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
-    monkeypatch.delitem(sys.modules, "protrain.integrations.axolotl", raising=False)
-    plugin = importlib.import_module("protrain.integrations.axolotl").ProTrainPlugin()
+    plugin = _file("protrain_axolotl.py")["ProTrainPlugin"]()
     assert issubclass(plugin.get_trainer_cls(SimpleNamespace(rl=None)), ProTrainMixin)
     assert plugin.get_trainer_cls(SimpleNamespace(rl="dpo")) is None
     assert issubclass(DPOStrategy.get_trainer_class(), ProTrainMixin)
     assert DPOStrategy.get_trainer_class() is DPOStrategy.get_trainer_class(), "axolotl compares them"
-    with pytest.raises(ValueError, match="rl: grpo is not known to work on ProTrain"):
+    with pytest.raises(ValueError, match="rl: grpo was not tried on ProTrain"):
         plugin.get_trainer_cls(SimpleNamespace(rl="grpo"))
 
 
 def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file that the documents have."""
-
     class TrainerFactory:
         @classmethod
         def get_trainer_cls(cls, args: Any) -> type[Any]:
@@ -117,8 +109,7 @@ def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
             return _Own
 
     _module(monkeypatch, "swift.trainers", TrainerFactory=TrainerFactory)
-    page = (Path(__file__).parents[2] / "docs/clients.md").read_text(encoding="utf-8")
-    exec(page.partition("# protrain_swift.py")[2].partition("```")[0].partition("\n")[2], {})
+    _file("protrain_swift.py")
     assert issubclass(TrainerFactory.get_trainer_cls("arguments"), ProTrainMixin)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric train on ProTrain as they do without it."""
+"""Lightning's Trainer trains on ProTrain as it does without it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from tests.integrations.lightning_runs import (
     loader,
     network,
     norms_on_rank,
-    protrain_fabric,
     protrain_strategy,
-    run_fabric,
-    run_fabric_on_rank,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -92,37 +89,12 @@ def test_a_later_epoch_has_more_batches_in_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fabric(tmp_path: Path) -> None:
-    plain = run_fabric(tmp_path / "plain", "auto")
-    ours = run_fabric(tmp_path / "ours", protrain_fabric())
-    assert_close(ours, plain)
-    resumed = run_fabric(tmp_path / "resumed", protrain_fabric(), resume=tmp_path / "plain")
-    assert resumed.losses == pytest.approx(plain.losses[4:], rel=1e-4)
-
-
-def test_fabric_makes_modules_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy: Any = protrain_fabric()
-    monkeypatch.setattr(type(strategy), "root_device", torch.device("meta"))
-    with strategy.module_init_context(empty_init=True):  # of fabric.init_module()
-        assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
-
-
-@pytest.mark.slow
-def test_fabric_on_two_processes(tmp_path: Path) -> None:
-    plain = on_ranks(2, run_fabric_on_rank, tmp_path / "plain", False)
-    ours = on_ranks(2, run_fabric_on_rank, tmp_path / "ours", True)
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert_close(mine, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fabric", [False, True])
-def test_fewer_devices_than_processes_are_named(fabric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_devices_than_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    strategy = protrain_fabric() if fabric else protrain_strategy()
+    strategy = protrain_strategy()
     strategy.cluster_environment = TorchElasticEnvironment()
     strategy.parallel_devices = [torch.device("cpu")]
     with pytest.raises(ValueError, match=r"devices=1.* does not match the world size"):
@@ -140,7 +112,6 @@ class Thaws(lightning.pytorch.callbacks.BaseFinetuning):
     ("arguments", "words"),
     [
         ({"precision": "64-true"}, "precision='64-true' is not one that ProTrain has"),
-        ({"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, "use gradient_clip_algorithm='norm'"),
         ({"callbacks": [lightning.pytorch.callbacks.StochasticWeightAveraging(1e-3)]}, "Stochastic.*AveragedWeights"),
         *(
             ({"callbacks": [kind()]}, "callback EMAWeightAveraging .*AveragedWeights")
@@ -158,18 +129,9 @@ def test_what_would_fail_later_is_refused_before_the_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attribute", "value", "words"),
-    [
-        ("automatic_optimization", False, "automatic optimization and one optimizer: use Fabric"),
-        ("configure_optimizers", lambda _: None, r"configure_optimizers\(\) returned None"),
-    ],
-)
-def test_modules_that_are_refused(
-    attribute: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Module, attribute, value)
-    with pytest.raises(ValueError, match=words):
+def test_manual_optimization_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Module, "automatic_optimization", False)
+    with pytest.raises(ValueError, match=r"automatic optimization and one optimizer: use protrain\.wrap"):
         fit(tmp_path, protrain_strategy())
 
 
@@ -246,16 +208,3 @@ def test_a_second_fit_needs_an_optimizer_of_the_same_groups(tmp_path: Path) -> N
     trainer.fit(module, loader())
     with pytest.raises(ValueError, match=r"wrapped with AdamW of 1 groups, and goes on with .* the same groups only"):
         trainer.fit(module, loader())
-
-
-@pytest.mark.slow
-def test_fabric_saves_before_the_first_step_and_what_is_not_trained(tmp_path: Path) -> None:
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=protrain_fabric())
-    fabric.launch()
-    plain, teacher = network(), fabric.setup_module(network())
-    model, _ = fabric.setup(plain, torch.optim.AdamW(plain.parameters()))
-    fabric.save(tmp_path / "begin.ckpt", {"model": model, "teacher": teacher})
-    for name, value in torch.load(tmp_path / "begin.ckpt").items():
-        assert_same = {key: torch.equal(each, network().state_dict()[key]) for key, each in value.items()}
-        assert len(assert_same) == len(network().state_dict()), name
-        assert all(assert_same.values()), name

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning and Fabric, whose model and optimizer each rank saves for itself."""
+"""Checkpoints of Lightning, whose model and optimizer each rank saves for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.pool import on_ranks
@@ -21,10 +20,7 @@ from tests.integrations.lightning_runs import (
     fit_on_rank,
     lightning,
     loader,
-    network,
-    protrain_fabric,
     protrain_strategy,
-    run_fabric,
 )
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -192,69 +188,3 @@ def test_a_torn_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     save.rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         fit(tmp_path / "c", protrain_strategy(), resume=tmp_path / "end.ckpt", **FIT)
-
-
-def fabric_on_rank(rank: int, folder: Path) -> tuple[Run, Run]:
-    """A loop that saves after four batches, and one that goes on from there before its first call of the model."""
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        from protrain.integrations.lightning import ProTrainFabricStrategy
-
-        save = ProTrainFabricStrategy.save_checkpoint
-
-        def guarded(*arguments: Any, **named: Any) -> None:
-            with monkeypatch.context() as inside:
-                refuse_gathering(inside)
-                save(*arguments, **named)
-
-        monkeypatch.setattr(ProTrainFabricStrategy, "save_checkpoint", guarded)
-        whole = run_fabric(folder, protrain_fabric(), devices=devices)
-        resumed = run_fabric(folder / "resumed", protrain_fabric(), devices=devices, resume=folder)
-    assert len(resumed.losses) == len(whole.losses) - 4
-    return whole, resumed
-
-
-def test_a_resumed_loop_of_fabric_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
-    whole, resumed = fabric_on_rank(0, tmp_path)
-    assert_goes_on(resumed, whole)
-
-
-def test_a_resumed_loop_of_fabric_on_two_processes_has_the_bits_of_a_whole_one(tmp_path: Path) -> None:
-    for whole, resumed in on_ranks(2, fabric_on_rank, tmp_path):
-        assert_goes_on(resumed, whole)
-
-
-def test_fabric_saves_all_else_beside_the_model(tmp_path: Path) -> None:
-    """Other modules are in Fabric's file. Without the optimizer, or with a filter, all is in a file."""
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=protrain_fabric())
-    fabric.launch()
-    plain, teacher = network(), fabric.setup_module(network())
-    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters()))
-    rows, target = next(iter(loader()))
-    for _ in range(2):
-        fabric.backward(torch.nn.functional.mse_loss(model(rows), target) / 2)
-    optimizer.step()
-    state = {"model": model, "optimizer": optimizer, "teacher": teacher, "batches": 7}
-    fabric.save(tmp_path / "all", state)
-    want = {name: value.clone() for name, value in model.state_dict().items()}
-    assert list(fabric.load(tmp_path / "all")) == ["teacher", "batches"]
-    with torch.no_grad():
-        for parameter in teacher.parameters():
-            parameter.zero_()
-    other = state | {"batches": 0}
-    assert fabric.load(tmp_path / "all", other) == {}
-    assert other["batches"] == 7
-    assert_equal(teacher.state_dict(), network().state_dict())
-    assert_equal(model.state_dict(), want)
-    fabric.save(tmp_path / "weights", {"model": model})
-    assert_equal(torch.load(tmp_path / "weights")["model"], want)
-    fabric.save(tmp_path / "part", state, filter={"model": lambda name, _: name.startswith("4")})
-    assert [*torch.load(tmp_path / "part")["model"]] == ["4.weight", "4.bias"]
-    with pytest.raises(KeyError, match="model"):
-        fabric.load(tmp_path / "all", {"model": model})
-
-
-def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert found.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(found[name], value), name

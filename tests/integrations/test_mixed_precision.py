@@ -153,26 +153,6 @@ def lightning_trainer(
     return losses[-STEPS:]  # a plan is made by more
 
 
-def fabric(folder: Path, memory: str | None, device: str, *, precision: str = "bf16-mixed") -> list[Tensor]:
-    lightning = pytest.importorskip("lightning")
-    from protrain.integrations.lightning import ProTrainFabricStrategy
-
-    ours = None if memory is None else ProTrainFabricStrategy(device_memory=memory, progress=False)
-    run = lightning.Fabric(accelerator=device, devices=1, strategy=ours or "auto", precision=precision)
-    run.launch()
-    model: Any = Words()
-    model, optimizer = run.setup(model, adamw(model))
-    losses = []
-    for ids in (batch.to(device) for batch in batches()):
-        loss = weighted(model(ids)["logits"], ids)
-        run.backward(loss)
-        run.clip_gradients(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 def accelerated(folder: Path, memory: str | None, device: str) -> list[Tensor]:
     accelerate = pytest.importorskip("accelerate")
     from protrain.integrations.accelerate import wrap
@@ -200,8 +180,6 @@ CLIENTS: dict[str, Callable[..., list[Tensor]]] = {
     "Trainer with a loss of its own": lambda *args: trainer(*args, own_loss=True),
     "Lightning": lightning_trainer,
     "Lightning, bf16-true": lambda *args: lightning_trainer(*args, precision="bf16-true"),
-    "Fabric": fabric,
-    "Fabric, bf16-true": lambda *args: fabric(*args, precision="bf16-true"),
     "Accelerate": accelerated,
 }
 

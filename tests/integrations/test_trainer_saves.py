@@ -51,7 +51,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_break(client: str, tmp_path
     checkpoint = tmp_path / "through" / HALF
     assert not (checkpoint / "optimizer.pt").exists()
     (save,) = (checkpoint / "protrain").iterdir()
-    assert ("base" in json.loads((save / "checkpoint.json").read_text())) == ("LoRA" in client)
+    assert (json.loads((save / "checkpoint.json").read_text())["base"] is not None) == ("LoRA" in client)
 
 
 @pytest.mark.parametrize("client", ["Trainer", pytest.param("SFT with LoRA", marks=pytest.mark.slow)])

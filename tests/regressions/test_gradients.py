@@ -246,3 +246,13 @@ def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(plan: s
         return train(model, optimizer)
 
     check(script, plan, late=True)
+
+
+@both_plans
+def test_a_penalty_from_before_the_first_call_is_refused_in_its_backward(plan: str) -> None:
+    """It read offloaded weights that were no longer there: that of absolute values gave zeros as the gradient."""
+    model, _ = wrapped(plan, late=True)
+    penalty = sum(parameter.abs().sum() for parameter in model.parameters())
+    loss = model(rows()).square().mean() + penalty
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,4 +1,4 @@
-"""Clients whose users write the loop or its step: plain PyTorch, Lightning's Trainer, Fabric, and Accelerate."""
+"""Clients whose users write the loop or its step: plain PyTorch, Lightning's Trainer, and Accelerate."""
 
 from __future__ import annotations
 
@@ -54,36 +54,6 @@ def accelerate(run: Run) -> None:
         run.losses.append(loss.detach())
 
 
-def _lightning_arguments(run: Run, strategy: type[Any]) -> dict[str, Any]:
-    """What the Trainer of Lightning and Fabric are both told."""
-    plain = "ddp" if run.several else "auto"
-    return {
-        "accelerator": "cuda" if run.on_gpu else "cpu",
-        "devices": run.task.gpus,
-        "precision": "bf16-mixed" if run.on_gpu else "32-true",
-        "strategy": strategy(**run.options) if run.on_protrain else plain,
-    }
-
-
-def fabric(run: Run) -> None:
-    """Fabric's loop."""
-    import lightning
-
-    from protrain.integrations.lightning import ProTrainFabricStrategy
-
-    with_fabric = lightning.Fabric(**_lightning_arguments(run, ProTrainFabricStrategy))
-    with_fabric.launch()
-    plain = run.model()
-    model, optimizer = with_fabric.setup(plain, run.adamw(plain))
-    for ids in with_fabric.setup_dataloaders(run.loader(of_all_ranks=True)):
-        loss = model(input_ids=ids, labels=ids).loss
-        with_fabric.backward(loss)
-        with_fabric.clip_gradients(model, optimizer, max_norm=run.task.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.losses.append(loss.detach())
-
-
 def lightning_trainer(run: Run) -> None:
     """A LightningModule in Lightning's Trainer.
 
@@ -111,7 +81,10 @@ def lightning_trainer(run: Run) -> None:
             run.losses.append(outputs["loss"].detach())
 
     trainer = lightning.Trainer(
-        **_lightning_arguments(run, ProTrainStrategy),
+        accelerator="cuda" if run.on_gpu else "cpu",
+        devices=run.task.gpus,
+        precision="bf16-mixed" if run.on_gpu else "32-true",
+        strategy=ProTrainStrategy(**run.options) if run.on_protrain else "ddp" if run.several else "auto",
         max_epochs=1,
         gradient_clip_val=run.task.clip_norm,
         default_root_dir=run.folder,
@@ -126,6 +99,5 @@ def lightning_trainer(run: Run) -> None:
 LOOPS: dict[str, Callable[[Run], None]] = {
     "loop": loop,
     "accelerate": accelerate,
-    "fabric": fabric,
     "lightning": lightning_trainer,
 }

@@ -74,7 +74,7 @@ class KeptAttention:
         self._with_output.update({at: call for at in map(storage_address, tensors_in(outputs)) if at})
         return result
 
-    def note_saved(self, tensor: Tensor) -> None:
+    def record_saved(self, tensor: Tensor) -> None:
         """Autograd saves ``tensor`` in the first run. Operators save outputs before other code may write over them."""
         if self._with_output:
             address = storage_address(tensor)

@@ -213,7 +213,7 @@ class CheckpointFrame(Frame, Recomputation):
     @override
     def count_saved(self, tensor: Tensor) -> int:
         if self.attention is not None:
-            self.attention.note_saved(tensor)
+            self.attention.record_saved(tensor)
         return super().count_saved(tensor)
 
     @override
@@ -239,5 +239,5 @@ class CheckpointFrame(Frame, Recomputation):
         super().refuse_changes()
 
     def look_at_inputs(self) -> None:
-        """Note whether an input has changed since the first run."""
+        """Record whether an input has changed since the first run."""
         self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)

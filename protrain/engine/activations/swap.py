@@ -40,7 +40,7 @@ from protrain_kernels import Packed, pack, unpack
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that is copied: on the device before the offload and after the fetch, on the host in between."""
+    """A storage that is offloaded: on the device before the offload and after the fetch, on the host in between."""
 
     size_bytes: int
     device: Tensor | None  # 1-d uint8
@@ -332,7 +332,7 @@ class Swaps:
         return frame.offload_inputs({storage_address(tensor) for tensor in _plain_tensors(arguments)})
 
     def started(self, offload: Offload) -> None:
-        """The offload of a block is under way."""
+        """Record that the offload of a block is under way."""
         self._last[offload.unit.index] = offload
         self._under_way = offload
 
@@ -343,7 +343,7 @@ class Swaps:
             self._under_way = None
 
     def begin_backward(self) -> None:
-        """No unit follows: start every offload that was deferred, and free its device memory."""
+        """Start every offload that was deferred, as no unit follows, and free its device memory."""
         self.offload_deferred(())
         self.free_offloaded()
 

@@ -54,13 +54,13 @@ class LossScale:
                 "loss is scaled; look at the loss, or train in bfloat16"
             )
 
-    def note_skipped(self) -> None:
+    def count_skipped(self) -> None:
         """A step is left out, as its gradients are not finite."""
         self.scale = max(self.scale / 2, _SMALLEST)
         self.finite_steps = 0
         self.skipped += 1
 
-    def note_step(self) -> None:
+    def count_step(self) -> None:
         """A step is carried out."""
         self.finite_steps += 1
         if self.finite_steps == _GROWTH_INTERVAL:

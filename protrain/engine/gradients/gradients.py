@@ -103,7 +103,7 @@ class Gradients:
             take_gradient(member.parameter)
 
     def flush(self, visit: int) -> list[Chunk]:
-        """Bring what is complete after ``visit`` into chunks, with all ranks, as backward leaves it.
+        """Reduce the gradients that are complete after ``visit`` into chunks, with all ranks, as backward leaves it.
 
         Returns:
             The chunks to which no other visit brings a gradient, as far as that is known.
@@ -152,7 +152,7 @@ class Gradients:
         return all(index in self.delivered for index in chunk.parameters)
 
     def agree(self, chunk: Chunk) -> bool:
-        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.
+        """Let all ranks know which parameters of ``chunk`` have a gradient on any of them.
 
         Returns whether the chunk may be updated inside this backward, which must have brought a gradient to each of its
         parameters. Several ranks know that no other visit brings more, so those that have none may go without.
@@ -166,7 +166,7 @@ class Gradients:
         return all(brought)
 
     def combine(self, settings: Callable[[], Settings]) -> None:
-        """All gradients of a backward are in chunks. Several ranks make known to each other who has one, and the norm.
+        """End a backward: ranks exchange which parameters have a gradient, and the sums of squares for the norm.
 
         Args:
             settings: returns those of this rank, which must be those of all. With one rank nobody asks for them.

@@ -62,7 +62,7 @@ _MOST_RUNS = 1 << 14  # whose places are remembered
 
 
 class Lane:
-    """Buffers on the device that one chunk's gradient passes through while the one before is still under way."""
+    """Device buffers for the reduction of one chunk's gradient. The next gradient takes another lane meanwhile."""
 
     def __init__(self, memory: EngineMemory, *, sent: int, shard: int) -> None:
         streams = memory.streams
@@ -75,7 +75,7 @@ class Lane:
 
 
 class _SumBuffer(NamedTuple):
-    """A buffer on the device that a part of a sum in host memory passes through."""
+    """A device buffer for the addition of gradients to a part of a sum in host memory."""
 
     memory: Tensor
     there: Event  # the sum has arrived
@@ -92,7 +92,7 @@ class _Run:
 
 
 class Reduction:
-    """Brings the gradients of ``managed`` into chunks, and to host memory. ``squares`` gets their sums of squares."""
+    """Reduces the gradients of ``managed`` into chunks, and offloads them. ``squares`` gets their sums of squares."""
 
     def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
         memory, layout, plan = managed.memory, managed.layout, managed.plan
@@ -117,7 +117,7 @@ class Reduction:
         self._run = lru_cache(_MOST_RUNS)(self._placed)
 
     def store(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, accumulate: bool) -> None:
-        """Bring what ``gradients`` has of ``members``, by parameter, into ``chunk``, and take it out of ``gradients``.
+        """Reduce the gradients of ``members`` into ``chunk``, and take them out of ``gradients``.
 
         All ranks call it alike, each with what it has.
 
@@ -260,7 +260,7 @@ class Reduction:
         self._unsent.clear()
 
     def _note(self, chunk: Chunk, ranges: Sequence[slice]) -> None:
-        """Gradients were added to ``ranges`` of the sum of ``chunk``, which the device has for host memory."""
+        """Record that gradients were added to ``ranges`` of the sum of ``chunk``, which lies on the device."""
         self._unsent.setdefault(chunk, set()).update((part.start, part.stop) for part in ranges)
 
     def _offload(self, chunk: Chunk, lane: Lane, ranges: Sequence[slice], *, after: Event) -> None:

@@ -104,7 +104,7 @@ def empty_parameters(*, init: Callable[[nn.Module], object] | None = None) -> It
                     initialise(owner, init)
     finally:
         _active, module.register_parameter = before, register
-        for start in watch.noted:
+        for start in watch.changed:
             start.version = start.parameter._version
 
 
@@ -127,11 +127,11 @@ def check_start_values(model: nn.Module, *, loaded: bool) -> None:
 
 
 class _Watch(RuntimeMode):
-    """Empties the parameters of one block, and notes who sets them."""
+    """Empties the parameters of one block, and records who sets them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted = set[Start]()  # that may have changed inside
+        self.changed = set[Start]()  # that may have changed inside
 
     def empty(self, parameter: nn.Parameter) -> None:
         """Take the memory of ``parameter``, unless its values were made outside."""
@@ -148,26 +148,26 @@ class _Watch(RuntimeMode):
         """Let ``parameter``, which has no memory, have the shape and the type of ``value``."""
         start = start_of(parameter)
         if start_of(value) is not start or value.shape != parameter.shape:  # it is no conversion
-            self.note(parameter)
+            self.about_to_set(parameter)
         with torch._C.DisableTorchFunction():
             _SET_DATA(parameter, torch.empty_like(value, device=_META))
         if start is not None:
             start.share(parameter)
 
-    def note(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` is about to be set, whole or in part, if it is a parameter without memory."""
+    def about_to_set(self, tensor: Tensor) -> None:
+        """Record that ``tensor``, if it is a parameter without memory, is about to be set, whole or in part."""
         start = start_of(tensor)
         if start is not None:
-            start.note_write()
-            self.noted.add(start)
+            start.record_setter()
+            self.changed.add(start)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``. Note what it writes, and which storages it makes."""
+        """Run ``func``. Record what it writes, and which storages it makes."""
         kwargs = kwargs or {}
         for tensor in written_by(func, args, kwargs):
-            self.note(tensor)
+            self.about_to_set(tensor)
         result = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and all(made.alias_info is None for made in schema.returns):
@@ -182,7 +182,7 @@ class _Watch(RuntimeMode):
 
 
 class _Unseen(TorchFunctionMode):
-    """Notes what is no operation: what ``torch.nn.init`` leaves out on the meta device.
+    """Records what is no operation: what ``torch.nn.init`` leaves out on the meta device.
 
     Its functions that do so set the whole tensor, and ask for its device first.
     """
@@ -194,7 +194,7 @@ class _Unseen(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, and note what follows if it is that question."""
+        """Call ``func``, and record what follows if it is that question."""
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
-            self._watch.note(args[0])
+            self._watch.about_to_set(args[0])
         return func(*args, **(kwargs or {}))

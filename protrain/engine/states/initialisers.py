@@ -59,8 +59,8 @@ class Start:
         """Let a write to the storage of ``tensor`` count as one to the parameter, if it does not to another one."""
         vars(tensor.untyped_storage()).setdefault(_START, weakref.ref(self))
 
-    def note_write(self) -> None:
-        """Note who sets the parameter now, by the frames of Python."""
+    def record_setter(self) -> None:
+        """Record who sets the parameter now, by the frames of Python."""
         self.dtype = self.parameter.dtype
         self.set_by = _call_in_progress() or _place_in_progress()
 

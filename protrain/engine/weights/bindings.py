@@ -46,7 +46,7 @@ class Bindings:
     def __init__(self, managed: ManagedModel, buffers: BufferPool) -> None:
         members, memory = managed.members, managed.memory
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
-        self.lent_to = ""  # the context, if any, inside which the model has other weights
+        self.weights_overridden_by = ""  # the context, if any, inside which the model has other weights
         self._members = members
         self._resident = [member for member in members if member.chunk.resident]
         for member in self._resident:
@@ -133,16 +133,17 @@ class Bindings:
                 f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
             )
 
-    def refuse_lent(self, what: str) -> None:
+    def refuse_overridden(self, what: str) -> None:
         """MisuseError inside a context that has given the model other weights, as it would take ``what`` back."""
-        if self.lent_to:
+        if self.weights_overridden_by:
             raise MisuseError(
-                f"{what} inside `with {self.lent_to}`, which has given the model other weights: leave it first"
+                f"{what} inside `with {self.weights_overridden_by}`, which has given the model other weights: leave "
+                "it first"
             )
 
     def refuse_write(self, what: str) -> None:
-        """MisuseError where ``what`` would write weights or states that are lent, or that a unit uses now."""
-        self.refuse_lent(what)
+        """MisuseError where ``what`` would write weights or states that are overridden, or that a unit uses now."""
+        self.refuse_overridden(what)
         bound = next((member for member in self._members if member.bound), None)
         if bound is not None:
             raise MisuseError(

@@ -5,7 +5,7 @@ object. What changes is its data and its class. While a unit that uses it runs i
 data is a view of a chunk on the device. Everything works then as with any parameter, except that its gradient is in the
 chunk and not in ``.grad``. The other classes are in ``protrain.engine.weights.released``.
 
-[Note: awaited values] Where ``protrain.wrap`` is given no example batch, there are no chunks to load a checkpoint into
+[Note: pending loads] Where ``protrain.wrap`` is given no example batch, there are no chunks to load a checkpoint into
 before the first call of the model. Until then a parameter has the value from before the load. Nothing may read that,
 and what is written to it would be lost, so both are errors.
 """
@@ -31,7 +31,7 @@ _MOVED = "protrain_moved"  # name of an attribute
 # subclasses are disabled.
 set_data: Any = cast(Any, torch.Tensor.data).__set__
 _RAW_GRAD: Any = torch.Tensor.grad
-# What may be asked of a parameter before its values are loaded, or done to it: see [Note: awaited values].
+# What may be asked of a parameter before its values are loaded, or done to it: see [Note: pending loads].
 _ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, _RAW_GRAD.__get__, _RAW_GRAD.__set__])
 
 
@@ -213,7 +213,7 @@ def edit_error(name: str, how: str) -> MisuseError:
     )
 
 
-class AwaitedParameter(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """A parameter that can be frozen, and asked for its shape and the like, and nothing else."""
 
     protrain_name: str
@@ -224,31 +224,31 @@ class AwaitedParameter(nn.Parameter):
     ) -> Any:
         if func in _ALLOWED:
             return on_itself(func, args, kwargs)
-        awaited = next(each for each in tensors_in((args, kwargs)) if isinstance(each, AwaitedParameter))
-        raise awaited_error(awaited.protrain_name)
+        used = next(each for each in tensors_in((args, kwargs)) if isinstance(each, PendingParameter))
+        raise pending_error(used.protrain_name)
 
     __repr__: Any = describe
 
 
-class Awaited:
+class PendingLoad:
     """The ``parameters`` of ``model`` by name, whose values are loaded in its first call."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._model = model
         self._parameters = parameters
         self._kinds = {name: type(parameter) for name, parameter in parameters.items()}
-        self._await()
+        self._mark()
 
-    def _await(self) -> None:
+    def _mark(self) -> None:
         for name, parameter in self._parameters.items():
             vars(parameter)["protrain_name"] = name
-            parameter.__class__ = AwaitedParameter
+            parameter.__class__ = PendingParameter
         # torch would load the buffers before it comes to the parameters.
         self._hooks = [module.register_load_state_dict_pre_hook(_refuse_load) for module in self._model.modules()]
 
     @contextmanager
-    def given_back(self) -> Iterator[None]:
-        """A context in which they are what they were before. If it raises an error, they are awaited again."""
+    def undone(self) -> Iterator[None]:
+        """A context in which they are ordinary parameters. If it raises an error, the load is pending once more."""
         for hook in self._hooks:
             hook.remove()
         for name, parameter in self._parameters.items():
@@ -258,15 +258,15 @@ class Awaited:
             yield
         except BaseException:
             if all(type(parameter) is self._kinds[name] for name, parameter in self._parameters.items()):
-                self._await()  # none has moved into a chunk
+                self._mark()  # none has moved into a chunk
             raise
 
 
 def _refuse_load(*_: Any) -> None:
-    raise awaited_error("load_state_dict()")
+    raise pending_error("load_state_dict()")
 
 
-def awaited_error(what: str) -> MisuseError:
+def pending_error(what: str) -> MisuseError:
     """The error for a use of ``what`` between a load and the first call."""
     return MisuseError(
         f"{what} was used between load_checkpoint() and the first call of the model, in which the values of the "

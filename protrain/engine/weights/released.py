@@ -150,7 +150,7 @@ def weight_of(handle: Handle) -> Tensor:
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
         return engine.buffers.used(chunk).view(member).clone()
-    if chunk.ranks.several and engine.all_read:
+    if chunk.ranks.several and engine.collective_reads:
         chunk.ranks.meet(f"a read of {handle.name}")
         with engine.quiet():
             return read_weight(member).to(engine.memory.device)
@@ -161,7 +161,7 @@ def weight_of(handle: Handle) -> Tensor:
             "that, as protrain.wrap reduces gradients over all ranks"
         )
     chunk.wait_for_update()
-    return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
+    return member.view(chunk.weight).to(engine.memory.device, copy=True)
 
 
 def _copy_by_one_operation(parameter: ReleasedParameter) -> WeightCopy:

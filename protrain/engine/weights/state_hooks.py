@@ -246,14 +246,14 @@ def reads_of_all(module: nn.Module) -> Iterator[None]:
     all make raises a MisuseError within seconds. ``module`` is a model that is wrapped, or is not yet.
     """
     engine = next((p.protrain_handle.engine for p in module.parameters() if isinstance(p, PresentParameter)), None)
-    if engine is None or engine.all_read:
+    if engine is None or engine.collective_reads:
         yield
         return
-    engine.all_read = True
+    engine.collective_reads = True
     try:
         yield
     finally:
-        engine.all_read = False
+        engine.collective_reads = False
 
 
 def members_of(module: nn.Module | nn.Parameter, what: str) -> tuple[Engine, list[Member]]:
