@@ -135,8 +135,8 @@ class Frame:
             return
         if self.weights_version != self.engine.weights_version:
             raise MisuseError(
-                f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
-                "backward() before that, or run the forward again"
+                f"backward through {self.unit.label}, whose weights optimizer.step() or an edit has changed since its "
+                "forward: call backward() before that, or run the forward once more"
             )
         self.engine.begin_backward()
         self.engine.visits.enter_backward(self)
