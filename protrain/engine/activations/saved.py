@@ -125,7 +125,7 @@ class Frame:
         return SavedParts({name: self.keep(part) for name, part in parts.items()}, remade)
 
     def restore(self, kept: Any) -> Tensor:
-        """Autograd needs the tensor that ``kept`` keeps. MisuseError if its values have changed."""
+        """Give autograd the saved tensor that ``kept`` keeps. MisuseError if its values have changed."""
         self.reach()
         return self.tensor_of(kept)
 

@@ -62,7 +62,7 @@ class State(enum.Enum):
 
 
 class ChunkState(State):
-    """What the host has been given to do with a chunk. See [Note: chunk states]."""
+    """Which work the host has with a chunk. See [Note: chunk states]."""
 
     CURRENT = "current", "speculated", "updating"
     SPECULATED = "speculated", "updating", "current"
@@ -140,7 +140,7 @@ class Chunk:
 
     @property
     def shard_elements(self) -> int:
-        """The length of its states."""
+        """The elements of this rank's shard, which each state has."""
         return self.shard.stop - self.shard.start
 
     @property
@@ -155,11 +155,11 @@ class Chunk:
 
     @property
     def gradient_factor(self) -> float:
-        """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
+        """The factor of an update on the gradient: a sum still lacks that of the mean over ranks."""
         return 1.0 if self.accumulator is None or self.grad is not None else self.sum_factor
 
     def begin(self, state: ChunkState, job: Job) -> None:
-        """The host gets ``job`` to do."""
+        """Give the host ``job``."""
         self.state, self._job = self.state.become(state), job
 
     def is_updated(self) -> bool:

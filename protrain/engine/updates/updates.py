@@ -104,7 +104,7 @@ class Updates:
     # -- speculative updates -------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward outside of no_sync() begins."""
+        """Begin a backward outside of no_sync()."""
         try:
             self._assumed_scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it if they stay invalid
@@ -245,7 +245,7 @@ class Updates:
         return HostUpdate(chunk=chunk, gradient=chunk.gradient, window=self._window, host=self.host)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale) -> HostUpdate:
-        """The update of a chunk in host memory, which nobody does yet."""
+        """The pending update of a chunk in host memory."""
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
             update = self._new_update(chunk)
