@@ -58,7 +58,7 @@ def end_left_hooks(buffers: BufferPool) -> None:
         torch_hooks._pop_saved_tensors_default_hooks()
 
 
-def own_copy(tensor: Tensor) -> Tensor:
+def copy_with_strides(tensor: Tensor) -> Tensor:
     """A copy with the strides of the original, including those of expanded dimensions. It is in no graph."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -163,7 +163,7 @@ class Frame:
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
         # With create_graph=True the graph outlives the content of the buffer. That of a unit that runs is saved here.
         if torch.is_grad_enabled() and not self.running:
-            weight = own_copy(weight)
+            weight = copy_with_strides(weight)
             self.engine.ledger.hold(weight)
         return weight
 

@@ -90,13 +90,13 @@ class Member:
     steps: int = 0  # that have updated it, as a parameter without a gradient is not updated
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
     stop: int = field(init=False)  # the end of its place in the chunk, with its padding
-    own: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
+    shard_slice: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
 
     def __post_init__(self) -> None:
         self.stop = self.offset + padded(self.numel)
         shard = self.chunk.shard
         first = max(self.offset, shard.start) - shard.start
-        self.own = slice(first, max(first, min(self.stop, shard.stop) - shard.start))
+        self.shard_slice = slice(first, max(first, min(self.stop, shard.stop) - shard.start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The part of ``flat``, a 1-d tensor laid out as the chunk, that belongs to this parameter."""
@@ -204,8 +204,8 @@ class Chunk:
             between: called on the host every few milliseconds of the update.
         """
         for part, scalars in pieces if between is None else _sliced(pieces, between):
-            states, own = self.states.part(part), gradient[part]
-            adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
+            states, part_gradient = self.states.part(part), gradient[part]
+            adam(*states, part_gradient, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
 
     def adam_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.

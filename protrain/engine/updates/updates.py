@@ -272,7 +272,7 @@ class Updates:
         runs: list[tuple[int, int, int, int]] = []
         for index in chunk.parameters:
             member = self._gradients.members[index]
-            start, stop = member.own.start, member.own.stop
+            start, stop = member.shard_slice.start, member.shard_slice.stop
             if member.group < 0 or start == stop or not self._gradients.present[index]:
                 continue
             key = (member.group, member.steps + 1)
