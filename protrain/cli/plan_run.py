@@ -21,7 +21,7 @@ from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
-from protrain.common.progress import COUNTED, note, stage
+from protrain.common.progress import COUNTED, print_line, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
@@ -92,7 +92,7 @@ class _Asked:
 
                 profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
                 if profile is None:
-                    note(COUNTED)
+                    print_line(COUNTED)
             profile = profile or self.counted(step, show)
         return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
 
