@@ -210,10 +210,8 @@ def check_adam(
     grad: torch.Tensor,
     gradient_factor: float,
     scale: torch.Tensor | None,
-    *,
-    anywhere: bool = False,
 ) -> None:
-    """ValueError unless ``adam`` can take these tensors. With ``anywhere`` they may lie on any devices."""
+    """ValueError unless ``adam`` can take these tensors."""
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
@@ -226,8 +224,7 @@ def check_adam(
     grad_dtypes = dict.fromkeys((weight.dtype, torch.float32))
     allowed: tuple[Any, ...] = MASTER_DTYPES, MOMENT_DTYPES, (exp_avg.dtype,), grad_dtypes, (master_dtype,)
     for name, tensor, dtypes in zip(_NAMES, tensors, allowed, strict=False):
-        device = tensor.device if anywhere else weight.device
-        check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
+        check_vector(name, tensor, dtypes=dtypes, device=weight.device, numel=numel)
         check_aligned(name, tensor)
     check_apart(dict(zip(_NAMES, tensors, strict=False)))
 

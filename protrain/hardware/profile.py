@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -12,7 +11,7 @@ from protrain.common.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Contention(Record):
-    """The share of its own rate that each activity keeps while all of them run: 0.5 is half as fast as alone.
+    """The share of its own rate that each of two activities keeps while both run: 0.5 is half as fast as alone.
 
     Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul", "streamed_adam" (the device on
     states in host memory) and "collective" (what ranks gather and exchange in turn).
@@ -213,19 +212,12 @@ class HardwareProfile(Record):
         slowed: dict[str, Any] = {name: gbps for name, gbps in over_network.items() if gbps < inside[name]}
         return slowed | {"composed": tuple(dict.fromkeys((*self.composed, *slowed)))}
 
-    def share(self, activity: str, beside: Collection[str]) -> float:
-        """The share of its rate that ``activity`` keeps while those ``beside`` it run too: 1 where nothing is known.
-
-        The result is the smallest share in any measured group that contains only these activities, because running
-        beside more activities makes nothing faster.
-        """
-        present = {activity, *beside}
-        shares = [
-            group.shares[group.activities.index(activity)]
-            for group in self.contention
-            if activity in group.activities and present.issuperset(group.activities)
-        ]
-        return min(shares, default=1.0)
+    def share(self, activity: str, other: str) -> float:
+        """The share of its rate that ``activity`` keeps while the ``other`` one runs too: 1 where nothing is known."""
+        for pair in self.contention:
+            if set(pair.activities) == {activity, other}:
+                return pair.shares[pair.activities.index(activity)]
+        return 1.0
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of the printed table: the known values that the planner reads."""

@@ -78,8 +78,9 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     assert HardwareProfile.from_json(profile.to_json()) == profile
     assert any("so little time that tensors of" in line for line in profile.warnings)
     together = {group.activities: group.shares for group in profile.contention}
-    # Four activities that each keep a core or more busy can't all go on as if they were alone.
-    assert 0 < min(together["h2d", "d2h", "host_adam", "matmul"]) < 0.95
+    assert {len(group) for group in together} == {2}, "pairs are all that the planner reads"
+    # Two activities that each keep a core or more busy can't both go on as if they were alone in every pair.
+    assert 0 < min(map(min, together.values())) < 0.95
     done = [share for _, share in on_cpu.parts]
     assert done == sorted(done)
     assert (done[0], on_cpu.parts[-1]) == (0.0, ("done", 1.0))
@@ -268,6 +269,6 @@ def test_a_gpu_is_measured() -> None:
     assert 0.4 < measured.device_adam_gparams * 26 / measured.device_copy_gbps < 2.5
     assert measured.streamed_adam_gparams is not None
     assert 0 < measured.streamed_adam_gparams < measured.device_adam_gparams
-    assert ("streamed_adam", "host_adam", "matmul") in {group.activities for group in measured.contention}
-    assert 0.2 < measured.share("host_adam", ["h2d", "d2h"]) < 1.05
-    assert measured.share("matmul", ["h2d", "d2h"]) > 0.7
+    assert ("streamed_adam", "matmul") in {group.activities for group in measured.contention}
+    assert 0.2 < measured.share("host_adam", "h2d") < 1.05
+    assert measured.share("matmul", "h2d") > 0.7

@@ -39,7 +39,7 @@ _RATES = {
     "flatten": "flatten_gbps",
     "streamed_adam": "streamed_adam_gparams",
 }
-# What a step runs at the same time.
+# What a step runs at the same time, in the pairs that the planner reads.
 _GROUPS = (
     ("h2d", "d2h"),
     ("h2d", "host_adam"),
@@ -47,13 +47,9 @@ _GROUPS = (
     ("d2h", "host_adam"),
     ("d2h", "matmul"),
     ("host_adam", "matmul"),
-    ("h2d", "d2h", "host_adam"),
-    ("h2d", "d2h", "matmul"),
-    ("h2d", "d2h", "host_adam", "matmul"),
     ("streamed_adam", "host_adam"),
     ("streamed_adam", "matmul"),
-    ("streamed_adam", "host_adam", "matmul"),
-    ("collective", "matmul"),  # all that the planner reads of collectives
+    ("collective", "matmul"),
 )
 
 Group = tuple[str, ...]
