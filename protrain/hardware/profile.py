@@ -30,7 +30,7 @@ class Contention(Record):
 
 
 RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
-_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
+_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "narrow_", "p20_"))
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
 # 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
@@ -68,7 +68,6 @@ class HardwareProfile(Record):
     source: str
     # Only calibration knows the following figures.
     host_adam_threads: int | None = None  # the fewest threads that reach host_adam_gparams
-    host_adam_weight_gparams: float | None = None  # where an update makes only the new weight
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
     streamed_adam_gparams: float | None = None  # the device on states in host memory

@@ -109,8 +109,7 @@ def test_dropping_model_and_optimizer_frees_everything(
     engine.updates.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
-    assert chunk.update is not None
-    assert not chunk.update.done()
+    assert not chunk.is_free()
     del model, optimizer, scheduler, engine, chunk, things
     threading.Timer(0.2, going_on.set).start()
     gc.collect()  # waits for the updates and frees everything at once

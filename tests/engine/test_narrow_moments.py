@@ -59,7 +59,7 @@ def wrapped(
 
 def cases() -> list[Any]:
     """A few plans, and others with what those lack, in bf16; of a few plans half with each other setting."""
-    specs = (*FEW_PLANS, PLANS[10], PLANS[18])  # swapped blocks beside speculative updates, and some of weights alone
+    specs = (*FEW_PLANS, PLANS[10], PLANS[18])  # swapped blocks beside speculative updates
     found = [pytest.param(spec, BFLOAT16, CLIPPED, {}, id=f"bf16-{spec}") for spec in specs]
     for spec in FEW_PLANS[::2]:
         found += [

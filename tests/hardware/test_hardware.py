@@ -158,8 +158,8 @@ def test_cards_rented_in_parts_of_a_server_have_a_larger_host_with_more_gpus() -
     assert replace(three, host_bytes=four.host_bytes) == four
     assert one.host_bytes < two.host_bytes < three.host_bytes < eight.host_bytes
     assert eight.host_adam_gparams == pytest.approx(8.4)
-    assert one.host_adam_weight_gparams is not None
-    assert eight.host_adam_weight_gparams == pytest.approx(one.host_adam_weight_gparams * 8.4 / one.host_adam_gparams)
+    assert one.host_adam_p20_gparams is not None
+    assert eight.host_adam_p20_gparams == pytest.approx(one.host_adam_p20_gparams * 8.4 / one.host_adam_gparams)
     assert [each.known("host_adam_gparams") for each in (one, eight)] == ["measured", "composed"]
     assert eight.h2d_gbps == one.h2d_gbps
     assert of_machine("a100", 4).host_adam_gparams == load("a100").host_adam_gparams

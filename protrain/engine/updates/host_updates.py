@@ -99,10 +99,9 @@ class UpdateState(State):
 
     PENDING = "pending", "speculated", "updated"
     SPECULATED = "speculated", "committed", "redone"
-    COMMITTED = "committed", "caught up"
+    COMMITTED = ("committed",)
     UPDATED = ("updated",)
     REDONE = ("redone",)
-    CAUGHT_UP = ("caught up",)
 
 
 class HostOptimizer:
@@ -110,7 +109,7 @@ class HostOptimizer:
 
     Args:
         threads: number of host threads.
-        rate: of the updates that compute all states.
+        rate: of its updates.
         buffers: the weights that are updated are uploaded to them.
     """
 
@@ -170,7 +169,6 @@ class HostUpdate:
         COMMITTED   the step has asked for what was done, and the copies are exchanged
         UPDATED     it was done at the step's request
         REDONE      the same, as the step has asked for something else than was done speculatively
-        CAUGHT_UP   the copy had the weight only, and the other states have followed
     """
 
     chunk: Chunk
@@ -185,7 +183,6 @@ class HostUpdate:
     pieces: list[Piece] = field(init=False)
     scale: Scale = field(init=False)  # the factor on the gradient
     job: Job = field(init=False)  # after which the weight is that of the step
-    deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
 
     def run_in_backward(self) -> None:
         """Do the update inside backward, if there is still time for it."""
@@ -205,13 +202,13 @@ class HostUpdate:
         _wait_for_gradient(chunk, NO_SCALE)
         self.assumed = pieces, factor
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        with nullcontext() if chunk.speculates_weight_only else self.host.rate.timing(pieces):
+        with self.host.rate.timing(pieces):
             chunk.adam_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
     def begin(self) -> None:
         """From now on fetches of the chunk wait for the job."""
-        self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
+        self.chunk.begin(ChunkState.UPDATING, self.job)
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""
@@ -236,13 +233,6 @@ class HostUpdate:
         _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
         self._end(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
-
-    def catch_up(self) -> None:
-        """Update all states if the step has committed the speculative weight."""
-        if self.state is UpdateState.COMMITTED:
-            self.host.update(self.chunk, self.pieces, self.gradient, self.scale)
-            self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
-            self._go_to(UpdateState.CAUGHT_UP)
 
     def _end(self, new: UpdateState) -> None:
         """The weight is that of the step. If a buffer waits for it, it is uploaded."""

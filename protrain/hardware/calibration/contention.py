@@ -33,7 +33,6 @@ _RATES = {
     "d2h": "d2h_gbps",
     "dram": "host_dram_gbps",
     "host_adam": "host_adam_gparams",
-    "host_adam_weight": "host_adam_weight_gparams",
     "host_adam_narrow": "host_adam_narrow_gparams",
     "device_adam": "device_adam_gparams",
     "flatten": "flatten_gbps",
@@ -144,7 +143,7 @@ def rates_of(runs: Runs) -> dict[str, float]:
     """
     rates = {field: max(median(run[name]) for run in runs[name,]) for name, field in _RATES.items() if (name,) in runs}
     rates["bidirectional_gbps"] = max(sum(map(median, run.values())) for run in runs["h2d", "d2h"])
-    for name in ("host_adam", "host_adam_weight", "host_adam_narrow"):
+    for name in ("host_adam", "host_adam_narrow"):
         samples = [rate for run in runs[name,] for rate in run[name]]
         rates[_RATES[name]] = harmonic_mean(samples)
         if name == "host_adam":
