@@ -130,11 +130,6 @@ class MemoryModel:
         """Host memory of the gradients that finished sums on the device become."""
         return self.profile.element_bytes * self._summed_elements(n_persist, n_device_sum)
 
-    @property
-    def buffered(self) -> str:
-        """The chunks whose weights pass through buffers, in a word for messages."""
-        return "non-persistent chunk" if self.layout.world_size == 1 else "chunk"
-
     def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_device_sum: int = 0) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
         least, most = self.least_buffers[n_persist], self.all_buffers[n_persist]
