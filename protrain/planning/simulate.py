@@ -12,7 +12,7 @@ order. A lane is a resource that does one task at a time (``protrain.planning.ti
 is free and the tasks that it needs have ended: a buffer is given up, a chunk is updated, a gradient is offloaded, or
 the norm is known. Pictures and reports read the same tasks.
 
-``times`` goes through the list twice. First every task has its full rate. Then each takes longer by its slowdown beside
+``Times`` goes through the list twice. First every task has its full rate. Then each takes longer by its slowdown beside
 the tasks of other lanes (``protrain.planning.contention``). On a CPU nothing overlaps, and each task needs the one
 before it.
 
@@ -38,7 +38,7 @@ are reduced. A visit computes for longer by what it loses to the collectives tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from math import inf
 
@@ -93,7 +93,9 @@ class Run:
         awaited = steps.handed_on(modes, counts.n_persist)
         self._awaited = {number: (chunk, update_ms.pop(chunk)) for number, chunk in awaited}
         self._backward()
-        self._choose(list(update_ms.items()))
+        alone = Times()  # at full rate
+        alone.add(self.tasks)
+        self._choose(list(update_ms.items()), alone.ends)
         self._update()
         self.begin, self.first = self._last[GPU], len(self.tasks)  # the step's begin, and its first task
         self._forward()
@@ -101,14 +103,17 @@ class Run:
         self._backward()
         self.backward_end = self._last[GPU]
         self._update()
-        if not steps.overlaps:  # each task waits for the one before
+        factors: Iterable[float] = repeat(1.0)
+        if steps.overlaps:
+            alone.add(self.tasks[len(alone.ends) :])
+            factors = slowdowns(steps.shares, [task[0] for task in self.tasks], alone.starts, alone.ends)
+        else:  # each task waits for the one before
             self.tasks[1:] = [
                 (lane, ms, (at,), BEGIN, kind, what) for at, (lane, ms, _, _, kind, what) in enumerate(self.tasks[1:])
             ]
-        self.starts, self.ends = times(self.tasks)
-        if steps.overlaps:
-            factors = slowdowns(steps.shares, [task[0] for task in self.tasks], self.starts, self.ends)
-            self.starts, self.ends = times(self.tasks, factors)
+        times = Times()
+        times.add(self.tasks, factors)
+        self.starts, self.ends = times.starts, times.ends
 
     @property
     def step_ms(self) -> float:
@@ -207,10 +212,9 @@ class Run:
             self._wait(GPU, region)  # until then the engine issues nothing
             self._wait(UP, region)
 
-    def _choose(self, updates: Updates) -> None:
-        """Choose when and where ``updates`` are made, by the times of the first backward. Later ones do the same."""
+    def _choose(self, updates: Updates, ends: Sequence[float]) -> None:
+        """Choose when and where ``updates`` are made, by the ``ends`` of the first backward. Later ones do the same."""
         steps, first = self._steps, self._counts.n_persist + self._counts.n_speculate
-        _, ends = times(self.tasks)
         over, free = ends[self._last[GPU]], ends[self._last[HOST]]
         # The updates inside backward that begin before it is over, in the order in which gradients arrive.
         self._in_time: list[tuple[int, float]] = []
@@ -222,11 +226,9 @@ class Run:
                 free = start + ms
                 self._in_time.append((chunk, ms))
         after = [update for update in updates if update not in self._in_time]
-        # The engine also lets the GPU redo a speculative update. A plan does not count on that, as it is help for steps
-        # that are not as the plan foresees them.
-        streamed_ms = {chunk: ms for chunk, ms in steps.streamed_ms.items() if chunk >= first}
-        by_gpu = _updated_by_gpu(after, streamed_ms, steps.sharing(self._counts.n_persist), free - over)
-        self._streamed = [(chunk, streamed_ms[chunk]) for chunk in by_gpu]
+        sharing = steps.sharing(self._counts.n_persist)
+        by_gpu = _updated_by_gpu(after, first, sharing, free - over) if steps.streams else []
+        self._streamed = [(chunk, steps.streamed_ms[chunk]) for chunk in by_gpu]
         self._after = [update for update in after if update[0] not in by_gpu]
 
     def _update(self) -> None:
@@ -245,42 +247,44 @@ class Run:
             updated[chunk] = self._do(GPU, ms, (), "update", chunk)
 
 
-def times(tasks: Sequence[Task], factors: Iterable[float] = repeat(1.0)) -> tuple[list[float], list[float]]:
-    """When each of ``tasks`` starts and when it ends, if their durations have these ``factors``.
+class Times:
+    """When tasks start and end. A lane does its tasks one after the other, in the order of issue."""
 
-    A lane does its tasks one after the other, in the order of issue.
-    """
-    starts: list[float] = []
-    ends: list[float] = []
-    free = [0.0] * len(LANES)
-    for (lane, ms, needs, beside, _, _), factor in zip(tasks, factors, strict=False):
-        start = free[lane]
-        for needed in needs:
-            if ends[needed] > start:
-                start = ends[needed]
-        duration = ms * factor
-        if beside and ends[beside] - duration > start:
-            start = ends[beside] - duration
-        starts.append(start)
-        ends.append(start + duration)
-        free[lane] = start + duration
-    return starts, ends
+    def __init__(self) -> None:
+        self.starts: list[float] = []  # by task
+        self.ends: list[float] = []
+        self._free = [0.0] * len(LANES)  # when each lane has done all tasks so far
+
+    def add(self, tasks: Iterable[Task], factors: Iterable[float] = repeat(1.0)) -> None:
+        """Go on with ``tasks``, whose durations have these ``factors``."""
+        starts, ends, free = self.starts, self.ends, self._free
+        for (lane, ms, needs, beside, _, _), factor in zip(tasks, factors, strict=False):
+            start = free[lane]
+            for needed in needs:
+                end = ends[needed]
+                if end > start:
+                    start = end
+            duration = ms * factor
+            if beside and ends[beside] - duration > start:
+                start = ends[beside] - duration
+            free[lane] = end = start + duration
+            starts.append(start)
+            ends.append(end)
 
 
-def _updated_by_gpu(
-    updates: Updates, streamed_ms: Mapping[int, float], sharing: Sharing, host_free_ms: float
-) -> list[int]:
+def _updated_by_gpu(updates: Updates, first: int, sharing: Sharing, host_free_ms: float) -> list[int]:
     """The chunks that the GPU updates of those in ``updates``, in its order, as the engine chooses them.
 
-    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later. ``streamed_ms``
-    says by chunk how long the GPU takes with nothing beside it.
+    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later. Chunks before
+    ``first`` have speculative updates. The engine also lets the GPU redo these. A plan does not count on that, as it is
+    help for steps that are not as the plan foresees them.
     """
     host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
     chunks = [chunk for chunk, _ in updates]
     waiting = [
         Waiting(
             host_ms=ms,
-            device_ms=streamed_ms.get(chunk, inf) / sharing.device_kept,
+            device_ms=ms * sharing.host_gparams / sharing.device_gparams if chunk >= first else inf,
             needed_ms=sharing.needed_ms[chunk],
             upload_ms=sharing.upload_ms[chunk],
             states_ms=sharing.states_ms[chunk],
@@ -288,7 +292,7 @@ def _updated_by_gpu(
         for chunk, ms in updates
     ]
     found = []
-    while waiting and streamed_ms:
+    while waiting:
         if host_free_ms <= gpu_free_ms:
             host_free_ms += waiting.pop(0).host_ms
             del chunks[0]
