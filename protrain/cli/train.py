@@ -8,8 +8,8 @@ end it later or train on something else than is meant.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import transformers
 import trl
-from filelock import FileLock, Timeout
 from trl.trainer import dpo_trainer
 
 import protrain
+from protrain.checkpoint.tensor_files import used_alone
 from protrain.cli.models import read_architecture
 from protrain.cli.train_data import PackedRows, keeps_rows_apart, read_data
 from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
-from protrain.common.progress import note
+from protrain.common.progress import print_line
 from protrain.common.signals import end_at_once
 from protrain.forward.compilation import replace_attributes
 from protrain.integrations.transformers import ProTrainMixin
@@ -190,6 +190,7 @@ def train(options: Options) -> None:
 
     Raises:
         ValueError: model, data or folder do not fit the options.
+        OSError: another process trains in the folder.
         KeyboardInterrupt: Ctrl-C has ended the training, which is saved.
         SystemExit: another signal has.
     """
@@ -209,7 +210,8 @@ def train(options: Options) -> None:
             )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         rows, evaluation = read_data(options, tokenizer)
-    with _locked(folder) if first else nullcontext():
+    folder.mkdir(parents=True, exist_ok=True)
+    with used_alone(folder, "wait for it, or give another --output_dir") if first else nullcontext():
         transformers.utils.logging.disable_progress_bar()  # of each save; those of the training are the Trainer's
         transformers.set_seed(training.seed)  # that of an adapter's start values
         try:
@@ -228,18 +230,7 @@ def train(options: Options) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
-        note(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of ``folder``. The lock of a killed process ends by itself."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another process trains in {folder}: wait for it, or give another --output_dir") from None
+        print_line(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
 
 
 def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any, evaluation: Any) -> Any:
@@ -309,4 +300,4 @@ def _describe(trainer: Any, name: str, rows: Any) -> None:
     tokens = sum(compute.sum(length).as_py() or 0 for length in lengths)
     steps = trainer.args.max_steps
     length = f"steps: {steps}" if steps > 0 else f"passes: {trainer.args.num_train_epochs:g}"
-    note(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {length}")
+    print_line(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {length}")

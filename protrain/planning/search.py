@@ -9,12 +9,13 @@ order, so the search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
 So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers hardly ever
-make a step slower, so a plan has all that fit.
+make a step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room
+for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
-(``protrain.planning.rates``), plus a share of that time for attention that is kept, and for what is moved. The
-small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins, since a transfer may be
-late.
+(``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory:
+``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
+since a transfer may be late.
 
 If the whole training fits on the device, another plan must save ``_MOVING_MUST_GAIN``. An update on the host saves at
 most about the bandwidth of the host's memory divided by that of the device's, 4% to 5% on an H100. It can cost far
@@ -43,7 +44,7 @@ from protrain.planning.segments import Bytes
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
-_KEEPING_MUST_GAIN = 0.01
+_MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _MOVING_MUST_GAIN = 0.05
 _PER_CHUNK = {
     "n_persist": -0.005,
@@ -53,7 +54,6 @@ _PER_CHUNK = {
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 8  # the numbers of persistent chunks on the grid
 _VALUES = 64  # the grid has so many values of other integers, divided by the number of chunks or blocks; two at least
-_STARTS = 12  # the plans with which the race begins
 _FIRST_STEP = 3  # the first step is the number of chunks or blocks divided by this
 _GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
@@ -65,6 +65,7 @@ _DIRECTIONS = [
         {"n_persist": 1, "n_ckpt": 1},
         {"n_persist": 1, "n_ckpt": 1, "n_speculate": -1},
         {"n_swap": 1, "n_ckpt": -1},
+        {"n_speculate": 1, "n_weight_only": 1},
     )
     for sign in (1, -1)
 ]
@@ -85,6 +86,7 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
     known: Sequence[Plan] = (),
+    n_starts: int = 12,
 ) -> Plan:
     """The plan for ``profile`` on ``hardware`` with the shortest step: see [Note: what a plan is judged by].
 
@@ -96,12 +98,14 @@ def search(
         chunk_elements: size of a chunk; default: ``protrain.planning.layout.choose_chunk_elements``.
         step_during_backward: plan for updates inside backward.
         known: plans of the same model, which are additional starts.
+        n_starts: the plans with which the race begins. From one start a search takes a third of the time, and finds
+            plans that are up to 2% slower (eight models on H100s and RTX cards).
 
     Raises:
         PlanError: nothing fits. The error says what is needed, what there is, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
-    return _Search(profile, hardware, chunk_elements, step_during_backward=step_during_backward).run(known)
+    return _Search(profile, hardware, chunk_elements, n_starts, step_during_backward=step_during_backward).run(known)
 
 
 class _Search:
@@ -110,10 +114,12 @@ class _Search:
         profile: ModelProfile,
         hardware: HardwareProfile,
         chunk_elements: int | None,
+        n_starts: int,
         *,
         step_during_backward: bool,
     ) -> None:
         self._hardware = hardware
+        self._n_starts = n_starts
         layout = pack(profile, chunk_elements, hardware.world_size)
         attends = any(block.attention_bytes for block in profile.blocks)
         self._models = {  # without kept attention, and with it if there is any
@@ -126,13 +132,13 @@ class _Search:
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
-        racing = sorted({*self._grid(), *self._given(known)})[:_STARTS]
+        racing = sorted({*self._grid(), *self._given(known)})[: self._n_starts]
         if not racing:
             raise nothing_fits(self._models[False].memory)
         for keeps in self._models:  # the best start races without kept attention and with it
             if counts := self._fitted(keeps, racing[0].counts):
                 racing.append(self._scored(keeps, counts))
-        step, n_racing = max(2, self._largest // _FIRST_STEP), _STARTS
+        step, n_racing = max(2, self._largest // _FIRST_STEP), self._n_starts
         while step:
             n_racing -= n_racing // 3
             racing = sorted({self._descended(found, step) for found in racing})[:n_racing]
@@ -153,11 +159,12 @@ class _Search:
             n_persist = fitting[place]
             away = _spread(n_chunks - n_persist, n_values)
             sums = _spread(n_chunks - n_persist, 3) if models.memory.accumulates else [0]
-            for n_swap, n_ckpt, n_speculate, n_sum in product(blocks, blocks, away, sums):
-                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_sum)
+            updates = [(n_speculate, n) for n_speculate in away for n in sorted({0, n_speculate})]
+            for n_swap, n_ckpt, (n_speculate, n_weight_only), n_sum in product(blocks, blocks, updates, sums):
+                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_sum)
                 if counts := self._fitted(False, wanted):
-                    limit_ms = best[-1].score_ms if len(best) == _STARTS else inf
-                    best = sorted({*best, self._scored(False, counts, limit_ms)})[:_STARTS]
+                    limit_ms = best[-1].score_ms if len(best) == self._n_starts else inf
+                    best = sorted({*best, self._scored(False, counts, limit_ms)})[: self._n_starts]
         return best
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
@@ -186,8 +193,9 @@ class _Search:
             return None
         n_ckpt_swap = int(np.argmax(n_buffer >= min(enough, most)))  # the fewest
         n_speculate = allowed["n_speculate"].nearest(wanted.n_speculate) if models.runtime.steps.speculates else 0
-        n_speculate = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
-        return Counts(n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_sum)
+        n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
+        n_weight_only, buffers = min(max(wanted.n_weight_only, least), n_speculate), int(n_buffer[n_ckpt_swap])
+        return Counts(n_persist, buffers, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)
 
     def _roomy_of(
         self, keeps: bool, enough: int, n_persist: int, n_device_sum: int, n_swap: int, least_ckpt: int, most_ckpt: int
@@ -248,8 +256,8 @@ def _moved(counts: Counts, direction: dict[str, int], step: int) -> Counts:
 
 def _share(counts: Counts, models: Models) -> float:
     """The factor on the mean step time: see [Note: what a plan is judged by]."""
-    used = counts._asdict()
-    share = 1.0 + _KEEPING_MUST_GAIN * models.keep_attention
+    used = {**counts._asdict(), "keep_attention": models.keep_attention}
+    share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
     if counts.n_persist < models.n_chunks or counts.n_ckpt or counts.n_swap:
         share += _MOVING_MUST_GAIN
     share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / max(1, models.n_chunks)

@@ -25,6 +25,14 @@ frees one: the update of the chunk whose gradient has been complete for the long
 was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are awaited does
 not depend on how long anything takes. The host makes awaited updates before all others.
 
+[Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
+update. The chunk's optimizer states are updated later ("deferred"), when the host has finished every update that the
+next forward waits for, in the order of gradients. They must be updated before the chunk's next gradient arrives: the
+engine issues nothing until then, as in [Note: waiting for regions]. The last speculative chunk in execution order has
+the first gradient, so that gradient waits for all deferred updates. Deferred updates therefore never delay the next
+speculative updates, whose gradients arrive later still. A speculative update that does not begin before backward ends
+is made as one whole update, and none of it is deferred.
+
 [Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
 transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
 issued, so the script sees that number when all sums of the backward before are in host memory, and forward begins then.
@@ -80,9 +88,12 @@ class Run:
             )
         )
         self._last = [BEGIN] * len(LANES)  # by lane: its last task
-        # By chunk, the task after which the weight in host memory is updated, the GPU has read its buffer (the last,
-        # index -1, is an empty buffer), the weight is in its buffer, and the gradient is in host memory.
-        self._updated, self._released, self._loaded, self._offloaded = ([BEGIN] * (n_chunks + 1) for _ in range(4))
+        # By chunk, the task after which the weight in host memory is updated, the deferred update is done, the GPU has
+        # read its buffer (the last, index -1, is an empty buffer), the weight is in its buffer, and the gradient is in
+        # host memory.
+        self._updated, self._deferred, self._released, self._loaded, self._offloaded = (
+            [BEGIN] * (n_chunks + 1) for _ in range(5)
+        )
         # By staging buffer: after it its gradient is offloaded (the last, index -1, is none), or reduced.
         self._drained, self._sent = ([BEGIN] * (STAGING_BUFFERS + 2) for _ in range(2))
         self._swapped_out = [BEGIN] * len(costs)  # by unit: after it the activations are in host memory
@@ -195,13 +206,13 @@ class Run:
         chunk, staging, sent = gradient.chunk, gradient.staging, gradient.sent
         room = self._drained[staging] if sent < 0 else self._sent[sent]
         there = self._do(GPU, gradient.flatten_ms, (room,), "flatten", chunk)
-        region = sum_there = BEGIN
+        region, sum_there = self._deferred[chunk], BEGIN  # see [Note: weight-only updates]
         if gradient.number in self._awaited:  # see [Note: waiting for regions]
             awaited, update_ms = self._awaited[gradient.number]
             region = self._do(HOST, update_ms, (self._offloaded[awaited],), "speculative update", awaited)
         if gradient.sum_up_ms is not None:
-            needs = there, self._drained[staging], self._offloaded[chunk]
-            sum_there = self._do(UP, gradient.sum_up_ms, needs, "sum", chunk)
+            for_sum = there, region, self._drained[staging], self._offloaded[chunk]
+            sum_there = self._do(UP, gradient.sum_up_ms, for_sum, "sum", chunk)
         if gradient.reduce_ms:  # see [Note: collectives]
             needs = there, self._drained[staging], sum_there
             there = self._sent[sent] = self._do(REDUCE, gradient.reduce_ms, needs, "reduce", chunk)
@@ -216,16 +227,22 @@ class Run:
         """Choose when and where ``updates`` are made, by the ``ends`` of the first backward. Later ones do the same."""
         steps, first = self._steps, self._counts.n_persist + self._counts.n_speculate
         over, free = ends[self._last[GPU]], ends[self._last[HOST]]
+        first_whole = self._counts.n_persist + self._counts.n_weight_only
         # The updates inside backward that begin before it is over, in the order in which gradients arrive.
         self._in_time: list[tuple[int, float]] = []
-        for chunk, ms in reversed(updates):
+        self._put_off: list[tuple[int, float]] = []  # deferred updates: see [Note: weight-only updates]
+        for chunk, whole_ms in reversed(updates):
             if chunk < first or steps.in_backward:
+                ms = whole_ms if chunk >= first_whole else whole_ms * steps.weight_share
                 start = max(free, ends[self._offloaded[chunk]])
                 if start >= over:
                     break
                 free = start + ms
                 self._in_time.append((chunk, ms))
-        after = [update for update in updates if update not in self._in_time]
+                if chunk < first_whole:
+                    self._put_off.append((chunk, whole_ms))
+        in_time = dict(self._in_time)
+        after = [(chunk, ms) for chunk, ms in updates if chunk not in in_time]
         sharing = steps.sharing(self._counts.n_persist)
         by_gpu = _updated_by_gpu(after, first, sharing, free - over) if steps.streams else []
         self._streamed = [(chunk, steps.streamed_ms[chunk]) for chunk in by_gpu]
@@ -235,14 +252,18 @@ class Run:
         """Make all updates that no gradient waited for."""
         over, updated = self._last[GPU], self._updated  # backward is over, and the norm is known
         # Updates inside backward take effect when the norm is known and none of them runs any more.
+        put_off = dict(self._put_off)
         for chunk, ms in self._in_time:
-            self._do(HOST, ms, (self._offloaded[chunk],), "speculative update", chunk)
+            kind = "speculative weight" if chunk in put_off else "speculative update"
+            self._do(HOST, ms, (self._offloaded[chunk],), kind, chunk)
         settled = self._do(HOST, 0.0, (over,), "wait", "")
         for chunk, _ in (*self._in_time, *self._awaited.values()):
             updated[chunk] = settled
         for lane, updates in ((HOST, self._after), (STREAM, self._streamed)):
             for chunk, ms in updates:
                 updated[chunk] = self._do(lane, ms, (over, self._offloaded[chunk]), "update", chunk)
+        for chunk, ms in self._put_off:
+            self._deferred[chunk] = self._do(HOST, ms, (), "deferred update", chunk)
         for chunk, ms in self._by_gpu:
             updated[chunk] = self._do(GPU, ms, (), "update", chunk)
 

@@ -23,6 +23,7 @@ from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Modes
 from protrain.planning.rates import (
+    CALIBRATED_DTYPE,
     GradientPart,
     ModeCosts,
     bytes_ms,
@@ -32,6 +33,7 @@ from protrain.planning.rates import (
     gradients_by_visit,
     host_update_gparams,
     moved_bytes,
+    read_bytes,
     staging_bytes,
     streamed_rates,
     swap_costs,
@@ -140,6 +142,13 @@ class Steps:
         adam_bytes = moved_bytes(dtype, moment_bytes)
         # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
         self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
+        # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
+        # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
+        self.weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
+        if hardware.host_adam_weight_gparams is not None:
+            measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
+            counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
+            self.weight_share = min(1.0, self.weight_share * (measured / counted))
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in updates]
         self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)

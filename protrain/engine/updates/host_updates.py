@@ -32,7 +32,7 @@ _FORGOTTEN_SHARE = 0.05  # how far the rate goes back to the predicted one in a 
 
 
 class Rate:
-    """1e9 elements a second, of which the last updates count most.
+    """A rate in 1e9 elements a second: an average in which the last updates count most.
 
     Args:
         gparams: the predicted rate, which holds until the first update.
@@ -62,7 +62,7 @@ class Rate:
         self._began = before + time.perf_counter() - begin
 
     def forget(self) -> None:
-        """No update was made in this step. The rate turns to the predicted one by and by.
+        """Let the rate turn towards the predicted one, as no update was made in this step.
 
         Whoever decides by the rate that an update is not worth it would otherwise never see that it has changed.
         """
@@ -99,9 +99,10 @@ class UpdateState(State):
 
     PENDING = "pending", "speculated", "updated"
     SPECULATED = "speculated", "committed", "redone"
-    COMMITTED = ("committed",)
+    COMMITTED = "committed", "caught up"
     UPDATED = ("updated",)
     REDONE = ("redone",)
+    CAUGHT_UP = ("caught up",)
 
 
 class HostOptimizer:
@@ -109,7 +110,7 @@ class HostOptimizer:
 
     Args:
         threads: number of host threads.
-        rate: of its updates.
+        rate: of the updates that compute all states.
         buffers: the weights that are updated are uploaded to them.
     """
 
@@ -129,7 +130,7 @@ class HostOptimizer:
             chunk.adam(pieces, gradient, scale.on_host, threads=self.threads, between=between)
 
     def begin_step(self, updates: Iterable[HostUpdate], scale: Scale, assumed_factor: float | None) -> None:
-        """The step has asked for ``updates``. Those that were already done speculatively upload first.
+        """Take the ``updates`` of the step. Those that were already done speculatively upload first.
 
         ``assumed_factor`` on the gradients is what they had assumed; None: they had assumed other hyperparameters.
         """
@@ -169,6 +170,7 @@ class HostUpdate:
         COMMITTED   the step has asked for what was done, and the copies are exchanged
         UPDATED     it was done at the step's request
         REDONE      the same, as the step has asked for something else than was done speculatively
+        CAUGHT_UP   the copy had the weight only, and the other states have followed
     """
 
     chunk: Chunk
@@ -183,6 +185,7 @@ class HostUpdate:
     pieces: list[Piece] = field(init=False)
     scale: Scale = field(init=False)  # the factor on the gradient
     job: Job = field(init=False)  # after which the weight is that of the step
+    deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
 
     def run_in_backward(self) -> None:
         """Do the update inside backward, if there is still time for it."""
@@ -202,13 +205,13 @@ class HostUpdate:
         _wait_for_gradient(chunk, NO_SCALE)
         self.assumed = pieces, factor
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        with self.host.rate.timing(pieces):
+        with nullcontext() if chunk.speculates_weight_only else self.host.rate.timing(pieces):
             chunk.adam_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
     def begin(self) -> None:
-        """From now on fetches of the chunk wait for the job."""
-        self.chunk.begin(ChunkState.UPDATING, self.job)
+        """Begin a job, for which fetches of the chunk wait from now on."""
+        self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""
@@ -234,8 +237,15 @@ class HostUpdate:
         update(self.chunk, self.pieces, self.gradient, self.scale)
         self._end(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
 
+    def catch_up(self) -> None:
+        """Update all states if the step has committed the speculative weight."""
+        if self.state is UpdateState.COMMITTED:
+            self.host.update(self.chunk, self.pieces, self.gradient, self.scale)
+            self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
+            self._go_to(UpdateState.CAUGHT_UP)
+
     def _end(self, new: UpdateState) -> None:
-        """The weight is that of the step. If a buffer waits for it, it is uploaded."""
+        """End the update: the weight is that of the step, and is uploaded if a buffer waits for it."""
         self._go_to(new)
         self.host.buffers.issue_upload(self.chunk)
 
