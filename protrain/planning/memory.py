@@ -18,7 +18,7 @@ are as many regions as are needed. In host memory there are as many as fit, sinc
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -115,8 +115,10 @@ class MemoryModel:
         self._persistent_bytes = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
         whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
         states = [size // layout.world_size for size in whole]
-        # By chunk: bytes of second copies of all chunks before it.
-        self._copy_bytes = list(accumulate(states, initial=0))
+        weights = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
+        # By chunk: bytes of second copies of all chunks before it, with all states, and with only the weight.
+        self._state_copy_bytes = list(accumulate(states, initial=0))
+        self._weight_copy_bytes = list(accumulate(weights, initial=0))
         self.partial_bytes = PARTIAL_BYTES * layout.n_tiles
         self._exchange_bytes = layout.exchange_bytes(element)
         # By block: host memory of its saved activations, and of its inputs.
@@ -219,28 +221,34 @@ class MemoryModel:
         """Predicted host memory of the engine."""
         n_persist, swapped_bytes = counts.n_persist, self.activations(modes).swapped_bytes
         more_regions_bytes = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
-        copies_bytes = self.copy_bytes(n_persist, counts.n_speculate)
+        copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
         least_bytes = self.least_host_bytes(n_persist, swapped_bytes, counts.n_device_sum)
         return least_bytes + copies_bytes + more_regions_bytes
 
     def host_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
         """The parts of the host memory, by name."""
         n_persist, activations, away = counts.n_persist, self.activations(modes), self.layout.chunks[counts.n_persist :]
-        trained_bytes = (self._trained[-1] - self._trained[n_persist]) * self.profile.element_bytes
+        # All states are what a second copy of all of them would take, and their weights what one of the weights would.
+        states, trained = (self.copy_bytes(n_persist, len(away), n_weights) for n_weights in (0, len(away)))
         sizes = zip(modes, self._swapped_bytes, strict=True)
         offloaded = sum(input_bytes for mode, (_, input_bytes) in sizes if mode is BlockMode.CKPT_SWAP)
         attention = "" if all(block.recomputes_attention for block in self.profile.blocks) else ", and attention"
+        weights = self.copy_bytes(n_persist, counts.n_weight_only, counts.n_weight_only)
         parts = {
             "weights": sum(map(self.layout.shard_elements, away)) * self.profile.element_bytes,
             "gradients": self.host_gradient_bytes(n_persist, activations.swapped_bytes)
             + self.sent_sum_bytes(n_persist, counts.n_device_sum),
-            "optimizer states": self.copy_bytes(n_persist, len(away)) - trained_bytes,
+            "optimizer states": states - trained,
             "swapped activations": activations.swapped_bytes - offloaded,
         }
         optional = {
             "sums of gradients": self.host_sum_bytes(n_persist, counts.n_device_sum),
             f"offloaded inputs of recomputed blocks{attention}": offloaded,
-            "second copies for speculative updates": self.copy_bytes(n_persist, counts.n_speculate),
+            "second weights for speculative updates": weights,
+            "second copies for speculative updates": self.copy_bytes(
+                n_persist, counts.n_speculate, counts.n_weight_only
+            )
+            - weights,
         }
         parts |= {name: size for name, size in optional.items() if size}
         return {**parts, "other": self.host_bytes(counts, modes) - sum(parts.values())}
@@ -259,15 +267,30 @@ class MemoryModel:
     def _least_gradient_bytes(self, n_persist: int) -> int:
         return self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
 
-    def copy_bytes(self, n_persist: int, n_speculate: int) -> int:
-        """Bytes of the second copies of states that speculative updates write."""
-        return self._copy_bytes[n_persist + n_speculate] - self._copy_bytes[n_persist]
+    def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
+        """Bytes of the second copies that speculative updates write. The first ``n_weight_only`` are weights alone."""
+        first, last = n_persist + n_weight_only, n_persist + n_speculate
+        weights = self._weight_copy_bytes[first] - self._weight_copy_bytes[n_persist]
+        return weights + self._state_copy_bytes[last] - self._state_copy_bytes[first]
 
-    def speculation(self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
-        """The number of speculative updates: at most ``n_speculate``, and as many as host memory has room for."""
+    def speculation(
+        self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0
+    ) -> tuple[int, int]:
+        """(n_speculate, n_weight_only): at most ``n_speculate`` updates, as many as host memory has room for.
+
+        The host computes an update of the weight alone twice, so there are as few of them as possible: those of the
+        first chunks in execution order. Their gradients arrive last, when the end of backward is near, and the next
+        forward needs them first. Their next gradients arrive last again, which leaves the host the most time for the
+        states.
+        """
         room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes, n_device_sum)
-        fit = bisect_right(self._copy_bytes, self._copy_bytes[n_persist] + room_bytes) - 1 - n_persist
-        return max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
+        copies_bytes = self._weight_copy_bytes
+        fit = bisect_right(copies_bytes, copies_bytes[n_persist] + room_bytes) - 1 - n_persist
+        n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
+        n_weight_only = bisect_left(
+            range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes
+        )
+        return n_speculate, n_weight_only
 
     def _activations_of(self, modes: Modes) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""

@@ -47,10 +47,13 @@ def predict(
     )
 
 
+_WHOLE = ("update", "speculative update", "deferred update")
+
+
 def host_gparams(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> float:
-    """Predicted 1e9 parameters a second of the host's updates under ``plan``, 0 if it makes none."""
+    """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
     layout = layout_of(profile, plan)
     if hardware.device_type == "cpu":  # on a CPU nothing runs beside the updates
         is_any_away = any(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
@@ -58,9 +61,9 @@ def host_gparams(
     elements, milliseconds = 0, 0.0
     timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
     for operation in timeline.operations:
-        if operation.lane == HOST:
-            chunk = int(operation.name.rpartition(" ")[2])
-            elements += layout.shard_elements(layout.chunks[chunk])
+        kind, _, chunk = operation.name.rpartition(" ")
+        if operation.lane == HOST and kind in _WHOLE:
+            elements += layout.shard_elements(layout.chunks[int(chunk)])
             milliseconds += operation.end_ms - operation.start_ms
     return elements / milliseconds / 1e6 if milliseconds else 0.0
 
@@ -88,7 +91,7 @@ class RuntimeModel:
 
         The step's gradients are not clipped, so no speculative update is redone.
         """
-        before_ms = self._before_ms(modes, counts._replace(n_speculate=0))
+        before_ms = self._before_ms(modes, counts._replace(n_speculate=0, n_weight_only=0))
         step = self.steps.step(modes, counts)
         if before_ms + step.gpu_ms >= limit_ms:
             return inf

@@ -120,6 +120,7 @@ class Run:
         self.choices = choices  # the first updates make them, if there are none
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
+        self._deferred = [0.0] * n_chunks  # by chunk: when its deferred update is done
         # By chunk: when the GPU has read its buffer. The last (index -1) is an empty buffer, which always is free.
         self._released = [0.0] * (n_chunks + 1)
         # By chunk: when its weight is in its buffer. A frozen chunk may never be fetched.
@@ -207,7 +208,7 @@ class Run:
         sent, sum_up_ms = gradient.sent, gradient.sum_up_ms
         room = self._drained[staging] if sent < 0 else self._sent[sent]
         gpu = self._gpu.do(room, gradient.flatten_ms, "flatten", chunk)
-        ready = 0.0
+        ready = self._deferred[chunk]
         if gradient.number in self.step.awaited_updates:  # see [Note: waiting for regions]
             awaited, update_ms = self.step.awaited_updates[gradient.number]
             ready = self._host.do(self.offloaded[awaited], update_ms, "speculative update", awaited)
@@ -239,8 +240,10 @@ class Run:
         updates, updated, offloaded = step.host.ordered(n_in_time), self._updated, self.offloaded
         in_backward, after = updates[:n_in_time], updates[n_in_time:]
         # Updates inside backward take effect when the norm is known and none of them runs any more.
-        for chunk, duration in in_backward:
-            self._host.do(offloaded[chunk], duration, "speculative update", chunk)
+        n_whole = step.host.n_in_backward - step.host.n_weight_only
+        for at, (chunk, duration) in enumerate(in_backward):
+            kind = "speculative update" if at < n_whole else "speculative weight"
+            self._host.do(offloaded[chunk], duration, kind, chunk)
         settled = max(over, self._host.free)
         for chunk, _ in (*in_backward, *step.awaited_updates.values()):
             updated[chunk] = settled
@@ -252,6 +255,8 @@ class Run:
         for lane, of_lane in ((self._host, by_host), (self._streamed, streamed)):
             for chunk, duration in of_lane:
                 updated[chunk] = lane.do(max(over, offloaded[chunk]), duration, "update", chunk)
+        for chunk, duration in step.host.deferred(n_in_time):
+            self._deferred[chunk] = self._host.do(over, duration, "deferred update", chunk)
         for chunk, duration in step.device_update_ms:
             updated[chunk] = self._gpu.do(0.0, duration, "update", chunk)
 

@@ -23,6 +23,7 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.planned_step import AwaitedUpdate, Gradient, PlannedStep, UpdateQueue, Visit, Work
 from protrain.planning.rates import (
+    CALIBRATED_DTYPE,
     GradientPart,
     ModeCosts,
     bytes_ms,
@@ -32,6 +33,7 @@ from protrain.planning.rates import (
     gradients_by_visit,
     host_update_gparams,
     moved_bytes,
+    read_bytes,
     staging_bytes,
     streamed_rates,
     swap_costs,
@@ -122,6 +124,13 @@ class Steps:
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
         self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
+        # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
+        # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
+        self._weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
+        if hardware.host_adam_weight_gparams is not None:
+            measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
+            counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
+            self._weight_share = min(1.0, self._weight_share * (measured / counted))
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(self._held) - 1, -1, -1) for chunk in self._held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
@@ -234,6 +243,7 @@ class Steps:
                 awaited = {chunk for _, chunk in handed_on}
                 host = [pair for pair in host if pair[0] not in awaited]
         n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
         return PlannedStep(
             n_forward=len(self._profile.calls),
             visits=visits,
@@ -245,7 +255,7 @@ class Steps:
             swap_in_ms=swap_in_ms,
             fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
-            host=UpdateQueue(host, n_in_backward),
+            host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_from(last),
             device_kept=float(self.shares[STREAM, HOST]),
             sharing=self.sharing(n_persist),

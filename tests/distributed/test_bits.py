@@ -33,7 +33,7 @@ SPECS = (
     Spec("all", "least", (CKPT,)),
     Spec("some", "middle", (SWAP, CKPT, NONE), small=True),
     Spec("none", "least", (CKPT_SWAP, NONE), speculate=True),
-    Spec("none", "middle", (NONE, CKPT), speculate=True),
+    Spec("none", "middle", (NONE, CKPT), speculate=True, weights=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
 

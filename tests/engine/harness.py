@@ -46,13 +46,15 @@ class Spec:
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     speculate: bool = False  # speculative updates
+    weights: bool = False  # they compute weights only
+    whole: bool = False  # except for half of them, rounded down
     stream: bool = False  # the device may update chunks in host memory, of which half have speculative updates at most
     attention: bool = False  # kept by recomputed blocks
     packed: bool = False  # what swapped blocks save goes to host memory in one buffer
     sums: bool = False  # in steps of several batches the device sums half of the chunks in host memory, rounded up
 
     def __str__(self) -> str:
-        names = ("small", "speculate", "stream", "attention", "packed", "sums")
+        names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed", "sums")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -76,14 +78,14 @@ PLANS = (
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), speculate=True),
     Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
-    Spec("none", "middle", (CKPT, NONE), speculate=True),
-    Spec("some", "least", (CKPT, SWAP), small=True, speculate=True),
+    Spec("none", "middle", (CKPT, NONE), speculate=True, weights=True),
+    Spec("some", "least", (CKPT, SWAP), small=True, speculate=True, weights=True, whole=True),
     Spec("none", "middle", (CKPT,), stream=True),
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 # Every mechanism of a plan once, for what is about none of them. Either half has recomputed and resident blocks.
 FEW_PLANS = (
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, sums=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True, sums=True),
     Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
     Spec("some", "least", (CKPT_SWAP, SWAP, NONE), small=True, attention=True),
     Spec("all", "least", (SWAP, CKPT), packed=True),
@@ -105,6 +107,7 @@ def make_plan(
     least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
     n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
+    n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
     plan = evaluate(
         profile,
         hardware,
@@ -114,6 +117,7 @@ def make_plan(
         n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
+        n_weight_only=n_weight_only,
         n_device_sum=-(-away // 2) if spec.sums and profile.accumulation > 1 else 0,
         stream=spec.stream,
         keep_attention=spec.attention,

@@ -33,7 +33,7 @@ CLIPPED = Loop(max_norm=0.05)
 
 
 CASES: list[Any] = [
-    # A few plans, and swapped blocks beside speculative updates.
+    # A few plans, swapped blocks beside speculative updates, and some of weights alone.
     ((*FEW_PLANS, PLANS[10], PLANS[18]), BFLOAT16, CLIPPED, {}),
     (FEW_PLANS[::2], FLOAT16, CLIPPED, {}),
     (FEW_PLANS[::2], BFLOAT16, Loop(), {"step_during_backward": True}),

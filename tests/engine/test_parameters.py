@@ -32,7 +32,7 @@ RESIDENT = Spec("all", "least", (NONE,))
 SPECS = (
     RESIDENT,
     Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
 NAME = "blocks.1.first.weight"
