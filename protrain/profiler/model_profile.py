@@ -10,10 +10,6 @@ from typing import Any, Self, TypeVar
 
 from protrain.common.records import Record
 
-# How many times as long a floating-point operation of attention takes as one of another product. In 81 profiles of
-# LLaMA, Mistral, OPT and GPT-2 on H100s and H200s, attention was timed alone. With this factor its share of a
-# recomputation is wrong by 1.5% of the recomputation in the mean.
-_ATTENTION = 1.7
 _BEYOND = 2**63  # the planner computes with 64-bit integers
 _Sized = TypeVar("_Sized", "BlockRecord", "SegmentRecord")
 
@@ -74,21 +70,17 @@ class BlockRecord(Record):
     held_input_bytes: int = 0
     attention_bytes: int = 0  # the part of saved_bytes that attention operators put out
     attention_flops: int = 0  # the part of forward_flops that is attention
+    attention_ms: float = 0.0  # the time of the attention operators
     recomputes_attention: bool = True
     collective: bool = False  # whether its forward has collectives of its own, which all ranks must begin together
 
     def keeping_attention(self) -> BlockRecord:
-        """This record for a block that keeps its attention outputs along with its inputs when it is checkpointed.
-
-        The time that a recomputation saves is the share that attention has in the block's operations.
-        """
-        attention = _ATTENTION * self.attention_flops
-        share = attention / max(1.0, self.forward_flops - self.attention_flops + attention)
+        """This record for a block that keeps its attention outputs along with its inputs when it is checkpointed."""
         return replace(
             self,
             input_bytes=self.input_bytes + self.attention_bytes,
             unsaved_input_bytes=min(self.saved_bytes, self.unsaved_input_bytes + self.attention_bytes),
-            recompute_ms=(1 - share) * self.recompute_ms,
+            recompute_ms=max(0.0, self.recompute_ms - self.attention_ms),
             recomputes_attention=False,
         )
 

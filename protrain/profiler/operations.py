@@ -1,8 +1,14 @@
-"""What a forward computes, moves and holds: flops of products and attention, bytes of the rest, and storages."""
+"""What a forward computes, moves and holds: flops of products and attention, bytes of the rest, and storages.
+
+[Note: attention calls] Each attention call of a block is timed alone, with random values of the same shapes. Timing it
+inside the traced block would need a dispatch mode, whose own overhead distorts the times of short kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,11 +17,13 @@ from torch._ops import OpOverload
 from torch.fx.operator_schemas import normalize_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from protrain.common.parameters import made_of
 from protrain.common.trees import tensors_in
 from protrain.forward.dispatch import for_backward, is_attention
+from protrain.profiler.step_times import elapsed_ms, finish, time_stamp
 
 _CUDA_GRAIN_BYTES = 512  # CUDA's caching allocator rounds every allocation up to a multiple of this
 
@@ -44,7 +52,71 @@ def storages_in(tree: Any) -> dict[StorageWeakRef, int]:
     return {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(tree)}
 
 
-_FLASH = "_flash_attn_"  # of flash_attn: q, k and v [batch, tokens, heads, head size], or without the batch
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor's shape, strides and type. Of integers also the values, which may say where sequences begin."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    values: tuple[Any, ...] = ()
+
+    def filled(self, device: torch.device) -> Tensor:
+        """Such a tensor, with random values if it is of floats. An expanded mask shares its memory as it did."""
+        if not self.dtype.is_floating_point:
+            return torch.tensor(self.values, dtype=self.dtype, device=device).view(self.shape)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        filled = self.dtype if self.dtype.itemsize > 1 else torch.float32  # torch cannot draw random 8-bit values
+        values = torch.empty(max(0, span), dtype=filled, device=device).normal_().to(self.dtype)
+        return values.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention operator. Equal calls take equally long, so each is timed once."""
+
+    operator: Any
+    leaves: tuple[Any, ...]  # the arguments, with a description in place of each tensor
+    tree: TreeSpec
+    output_bytes: int
+    flops: int
+
+    def __hash__(self) -> int:
+        return hash((self.operator, self.output_bytes, self.flops))
+
+
+def attention_call(operator: Any, args: Any, kwargs: Any, outputs: Any, *, flops: int) -> AttentionCall:
+    """Record a call of ``operator`` with its arguments and outputs."""
+    leaves, tree = tree_flatten((args, kwargs))
+    output_bytes = sum(storages_in(outputs).values())
+    return AttentionCall(operator, tuple(map(_described, leaves)), tree, output_bytes, flops)
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    values = () if leaf.is_floating_point() or leaf.is_meta else tuple(leaf.flatten().tolist())
+    return _Described(leaf.shape, leaf.stride(), leaf.dtype, values)
+
+
+def measured_ms(call: AttentionCall, device: torch.device) -> float:
+    """The time of ``call`` on ``device``, in milliseconds."""
+    leaves = [leaf.filled(device) if isinstance(leaf, _Described) else leaf for leaf in call.leaves]
+    args, kwargs = tree_unflatten(leaves, call.tree)
+    times = []
+    with torch.no_grad():
+        call.operator(*args, **kwargs)
+        for _ in range(_REPEATS):
+            start = time_stamp(device)
+            call.operator(*args, **kwargs)
+            end = time_stamp(device)
+            finish(device)
+            times.append(elapsed_ms(start, end))
+    return median(times)
+
 
 _FOUR_BIT = "gemm_4bit"  # of bitsandbytes: activations [..., K] times a packed weight, whose own shape is (N, K)
 
@@ -62,8 +134,6 @@ def are_wrappers(types: Iterable[type]) -> bool:
 class Operations(TorchDispatchMode):
     """Counts the flops of products, convolutions and attention, and the bytes that other operators read and write.
 
-    Use it as a context manager for each of several calls, and tell ``call_ends`` after each what that call left.
-
     ``traffic_bytes`` counts the other operators as if each ran alone. ``fused_bytes`` counts them as if a compiler
     fused them: they read each outside tensor once, and they write only what a product reads or what backward needs.
     Operators on tensors of other classes (nested, quantised) are counted as the operators that these run. Products of
@@ -78,10 +148,8 @@ class Operations(TorchDispatchMode):
         self.traffic_bytes = 0
         self.fused_bytes = 0
         self.collective = False  # whether one of the operators is a collective of torch.distributed
-        self.attention_bytes = 0  # what attention puts out, where backward needs it
-        self.attention_flops = 0
-        # The attention of the running call: the storage that it saves for its backward, its bytes and its flops.
-        self._attention: list[tuple[StorageWeakRef, int, int]] = []
+        # each with the storage that attention saves for its backward
+        self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []
         # results of fused operators that were not written to memory yet
         self._unwritten: dict[StorageWeakRef, int] = {}
         self._read: set[StorageWeakRef] = set()
@@ -103,7 +171,7 @@ class Operations(TorchDispatchMode):
         flops = _flops_of(func, args, kwargs, result) if dense else None
         if flops is not None:
             self.flops += flops
-            self._write(sources)
+            self.write(sources)
         # a view makes no new storage and moves nothing
         elif made := {key: size for key, size in targets.items() if key not in sources}:
             self.traffic_bytes += sum(sources.values()) + sum(made.values())
@@ -112,21 +180,10 @@ class Operations(TorchDispatchMode):
             self._read |= read.keys()
             self._unwritten |= made
         if is_attention(func) and (sums := for_backward(result)) is not None:
-            self._attention.append((storage_key(sums), sum(storages_in(result).values()), flops or 0))
+            self.attention.append((storage_key(sums), attention_call(func, args, kwargs, result, flops=flops or 0)))
         return result
 
-    def call_ends(self, saved: Collection[StorageWeakRef]) -> None:
-        """The call is over, and backward needs the storages ``saved``."""
-        self._write(saved)
-        for sums, size, flops in self._attention:
-            if sums in saved:
-                self.attention_bytes += size
-                self.attention_flops += flops
-        self._attention.clear()
-        self._unwritten.clear()
-        self._read.clear()
-
-    def _write(self, keys: Iterable[StorageWeakRef]) -> None:
+    def write(self, keys: Iterable[StorageWeakRef]) -> None:
         """Count the storages ``keys`` as written, because a product reads them or backward needs them."""
         self.fused_bytes += sum(self._unwritten.pop(key, 0) for key in keys)
 
@@ -142,7 +199,7 @@ def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
 def is_product(func: Any) -> bool:
     """Whether ``func`` is a matrix product, a convolution or attention, which a compiler leaves to a library."""
     packet = getattr(func, "_overloadpacket", func)  # an operator that takes other operators has no packet
-    return packet in flop_registry or packet.__name__.startswith(("_scaled_dot_product", _FLASH, _FOUR_BIT))
+    return packet in flop_registry or packet.__name__.startswith(("_scaled_dot_product", _FOUR_BIT))
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
@@ -150,9 +207,9 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     if not is_product(func):
         return None
     packet = getattr(func, "_overloadpacket", func)
-    if packet.__name__.startswith(("_scaled_dot_product", _FLASH)) and not packet.__name__.endswith("_backward"):
+    if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
         given = normalize_function(func, args, kwargs, normalize_to_only_use_kwargs=True)
-        return _attention_flops(packet.__name__, args[0], args[1], args[2], given.kwargs if given else {})
+        return _attention_flops(args[0], args[1], args[2], causal=bool(given and given.kwargs.get("is_causal")))
     if packet.__name__ == _FOUR_BIT:
         activations, _, (outputs, _), *_ = args
         return 2 * activations.numel() * int(outputs)
@@ -160,12 +217,10 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-def _attention_flops(name: str, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> int:
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
     """The flops of both products of attention; a causal mask leaves half of them.
 
-    The table of torch knows neither causal masks nor the kernels of the CPU and of flash_attn. Of sequences in one row
-    flash_attn is told the longest, and all count as that long.
+    The table of torch knows neither causal masks nor the kernel of the CPU.
     """
-    keys = (given.get("max_seqlen_k") or key.shape[-3]) if name.startswith(_FLASH) else key.shape[-2]
-    whole = 2 * query[..., 0].numel() * int(keys) * (query.shape[-1] + value.shape[-1])
-    return whole // 2 if given.get("is_causal") or given.get("causal") else whole
+    whole = 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    return whole // 2 if causal else whole

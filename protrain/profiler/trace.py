@@ -33,6 +33,7 @@ from protrain.profiler.blocks import (
 )
 from protrain.profiler.meta_device import KnownIntegers
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.operations import AttentionCall, measured_ms
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.step_times import (
     ALONE,
@@ -150,6 +151,7 @@ def _traced(
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
+        attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
 
             def timed_step() -> list[Segment]:
@@ -168,6 +170,9 @@ def _traced(
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
                 together=together,
             )
+            calls = {call for use in step.blocks.values() for call in use.attention}
+            tell("times", "attention alone")
+            attention_ms = {call: measured_ms(call, device) for call in calls}
     if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
@@ -184,12 +189,15 @@ def _traced(
         output_bytes=step.output_bytes,
         buffer_bytes=weights.unmanaged_bytes(),
         parameters=parameter_records(model, optimizer),
-        **_records(step, owned, median_durations(timed)),
+        **_records(step, owned, median_durations(timed), attention_ms),
     )
 
 
 def _records(
-    step: TracedStep, owned: dict[str, tuple[int, ...]], durations: list[tuple[float, float]]
+    step: TracedStep,
+    owned: dict[str, tuple[int, ...]],
+    durations: list[tuple[float, float]],
+    attention_ms: dict[AttentionCall, float],
 ) -> dict[str, Any]:
     """The fields of a profile on the units, calls, blocks and segments of ``step``.
 
@@ -226,7 +234,7 @@ def _records(
     return {
         "units": unit_records,
         "calls": tuple(position[unit] for unit in step.calls if unit in position),
-        "blocks": _blocks(step, own, durations),
+        "blocks": _blocks(step, own, durations, attention_ms),
         "segments": segments,
     }
 
@@ -265,7 +273,10 @@ def _held_inputs(step: TracedStep, segment: Segment, own: dict[str, dict[Storage
 
 
 def _blocks(
-    step: TracedStep, own: dict[str, dict[StorageWeakRef, int]], durations: list[tuple[float, float]]
+    step: TracedStep,
+    own: dict[str, dict[StorageWeakRef, int]],
+    durations: list[tuple[float, float]],
+    attention_ms: dict[AttentionCall, float],
 ) -> tuple[BlockRecord, ...]:
     """The records of the blocks. Blocks that are alike get their median times, as any single time may be disturbed."""
     forward = dict.fromkeys(step.blocks, 0.0)
@@ -279,7 +290,7 @@ def _blocks(
             recompute[segment.block] += recomputation
     kinds: dict[object, list[str]] = {}
     for path, use in step.blocks.items():
-        kinds.setdefault((use.operations.flops, use.saved_bytes, use.saved_tensors, use.output_bytes), []).append(path)
+        kinds.setdefault((use.flops, use.saved_bytes, use.saved_tensors, use.output_bytes), []).append(path)
     for times in (forward, backward, recompute):
         for alike in kinds.values():
             times |= dict.fromkeys(alike, median(times[path] for path in alike))
@@ -302,11 +313,12 @@ def _blocks(
             output_bytes=use.output_bytes,
             forward_ms=forward[path],
             backward_ms=backward[path],
-            forward_flops=use.operations.flops,
-            forward_traffic_bytes=use.operations.fused_bytes if step.compiled else use.operations.traffic_bytes,
-            attention_bytes=min(use.saved_bytes, use.operations.attention_bytes),
-            attention_flops=use.operations.attention_flops,
-            collective=use.operations.collective,
+            forward_flops=use.flops,
+            forward_traffic_bytes=use.fused_bytes if step.compiled else use.traffic_bytes,
+            attention_bytes=min(use.saved_bytes, sum(call.output_bytes for call in use.attention)),
+            attention_flops=sum(call.flops for call in use.attention),
+            attention_ms=sum(attention_ms.get(call, 0.0) for call in use.attention),
+            collective=use.collective,
         )
         for path, use in step.blocks.items()
     )

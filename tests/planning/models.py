@@ -139,12 +139,11 @@ def of_units(units: Sequence[tuple[int | None, Members]]) -> ModelProfile:
 
 def with_attention(profile: ModelProfile, share: float, part: int) -> ModelProfile:
     """Attention takes ``share`` of every block's recomputation and leaves one of ``part`` parts of what it saves."""
-    flops: dict[str, Any] = {
-        "attention_flops": round(1000 * share),
-        "forward_flops": round(1000 * (1.7 + share - 1.7 * share)),
-    }
-    blocks = (replace(block, attention_bytes=block.saved_bytes // part, **flops) for block in profile.blocks)
-    return replace(profile, blocks=tuple(blocks))
+    blocks = tuple(
+        replace(block, attention_ms=share * block.recompute_ms, attention_bytes=block.saved_bytes // part)
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=blocks)
 
 
 def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfile:

@@ -17,7 +17,7 @@ from protrain.planning.rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.machines import H100
-from tests.planning.models import equal_blocks, profile_of, with_attention
+from tests.planning.models import equal_blocks, profile_of
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
@@ -125,7 +125,9 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
 
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:
-    traced, hardware = with_attention(make_profile(), 0.25, 50), machine(16384, **SLOW_HOST)
+    traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
+    blocks = tuple(replace(block, attention_bytes=8 * MIB, attention_ms=5.0) for block in traced.blocks)
+    traced = replace(traced, blocks=blocks)
     counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2, "n_weight_only": 1}
     plan = hand_made(traced, hardware, **counts)
     changes = explain(plan, traced, hardware).changes

@@ -1,19 +1,19 @@
-"""Operators are counted by their products or bytes, and attention by its outputs and products."""
+"""Operators are counted by their products or bytes, and attention by its outputs and times."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks, graphs_alone
 from protrain.profiler.blocks import find_blocks
-from protrain.profiler.operations import Operations, storage_key
+from protrain.profiler.operations import AttentionCall, Operations, measured_ms, storage_key
 from protrain.profiler.trace import profile
 
 ROWS, WIDTH = 8, 16
@@ -35,7 +35,7 @@ def test_operators_that_are_no_products_count_by_their_bytes() -> None:
     assert found.traffic_bytes == (2 + 2 + 2 + 3) * SIZE
     # Fused operators move x once, the product's input, and the product's result.
     assert found.fused_bytes == 3 * SIZE
-    found.call_ends({storage_key(relu), storage_key(last), storage_key(x)})
+    found.write({storage_key(relu), storage_key(last), storage_key(x)})
     assert found.fused_bytes == 5 * SIZE
 
 
@@ -45,23 +45,6 @@ def test_a_causal_mask_leaves_half_of_attentions_products(causal: bool) -> None:
     with Operations() as found:
         nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
     assert found.flops == 2 * (2 * 4 * ROWS) * (ROWS // (2 if causal else 1)) * (8 + 8)
-
-
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="its operators have these names")
-@pytest.mark.parametrize("packed", [False, True])
-def test_attention_of_flash_attn_is_counted_by_its_longest_sequence(packed: bool) -> None:
-    library = torch.library.Library("flash_attn", "FRAGMENT")
-    name, lengths = ("_flash_attn_varlen_forward", "int max_seqlen_k, ") if packed else ("_flash_attn_forward", "")
-    library.define(f"{name}(Tensor q, Tensor k, Tensor v, {lengths}bool causal) -> (Tensor, Tensor)")
-    library.impl(name, lambda q, k, v, *_: (q * 1, q[..., 0] * 1), "CPU")
-    operator = getattr(torch.ops.flash_attn, name).default
-    query, key, value = (torch.randn(*([] if packed else [2]), ROWS, 4, 8) for _ in range(3))
-    with Operations() as found:
-        _, sums = operator(query, key, value, *([ROWS // 2] if packed else []), True)
-    found.call_ends({storage_key(sums)})
-    rows, keys = (ROWS, ROWS // 2) if packed else (2 * ROWS, ROWS)
-    assert (found.flops, found.attention_flops) == (2 * (2 * rows * 4 * keys * (8 + 8) // 2) // 2,) * 2
-    assert (found.traffic_bytes, found.attention_bytes) == (0, rows * 4 * (8 + 1) * 4)
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -155,6 +138,7 @@ def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
     return found
 
 
+CPU = torch.device("cpu")
 SEQUENCES, SEQUENCE, HEADS, HIDDEN = 2, 16, 4, 32  # the tiny models have this many
 Build = Callable[..., Any]
 
@@ -170,3 +154,21 @@ def test_blocks_say_what_attention_leaves(tiny_model: Build, tiny_batch: Build, 
         assert block.attention_flops == 2 * 2 * SEQUENCES * SEQUENCE * SEQUENCE * HIDDEN // 2  # under a causal mask
         assert block.attention_bytes < block.saved_bytes
         assert block.attention_flops < block.forward_flops
+        assert (block.attention_ms > 0) == (where == "cpu")
+
+
+def noted(sequence: int, mask: Tensor | None = None) -> AttentionCall:
+    query, key, value = torch.randn(3, 1, 2, sequence, 16)
+    with Operations() as operations:
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return operations.attention[0][1]
+
+
+def test_equal_calls_are_timed_once_and_longer_ones_take_longer() -> None:
+    mask = torch.zeros(1, 1, 1, 16).expand(1, 2, 16, 16)  # its elements overlap in memory
+    calls = [noted(16), noted(2048), noted(16), noted(16, mask)]
+    assert calls[0] == calls[2]
+    times = {call: measured_ms(call, CPU) for call in calls}
+    assert len(times) == 3
+    assert 0 < times[calls[0]] < times[calls[1]]
+    assert times[calls[3]] > 0

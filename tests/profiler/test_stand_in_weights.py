@@ -69,7 +69,7 @@ def test_matrices_are_random_on_a_gpu_and_vectors_are_those_of_the_model() -> No
 
 
 def _timeless(profile: ModelProfile) -> ModelProfile:
-    times: Any = {"forward_ms": 0.0, "backward_ms": 0.0, "recompute_ms": 0.0}
+    times: Any = {"forward_ms": 0.0, "backward_ms": 0.0, "recompute_ms": 0.0, "attention_ms": 0.0}
     return replace(
         profile,
         segments=tuple(replace(segment, duration_ms=0.0) for segment in profile.segments),
