@@ -44,7 +44,7 @@ def install(engine: Engine) -> None:
     for unit in engine.units:
         original = unit.module.forward
         if isinstance(original, CompiledForward):
-            original = _with_plain_parameters(list(unit.module.parameters()), original)
+            original = _with_plain_parameters(unit.module, original)
         _replace_forward(unit.module, functools.partial(engine.visits.run, unit, original, False))
     root = _Root(engine)
     _replace_forward(engine.model, root.forward)
@@ -79,8 +79,7 @@ def _refuse_tracing() -> None:
     with tensors that stand for others, and would fail where weights are moved, so under some plans only. A backward may
     be transformed, as torch.autograd.grad(is_grads_batched=True) does.
     """
-    callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # callable while a frame is being compiled
-    if callable(callback):
+    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):  # it is while a frame is being compiled
         raise MisuseError(
             "torch.compile was given a model that protrain.wrap has wrapped, or a part of one, and would compile the "
             "transfers of its weights: leave torch.compile out, and pass compile=True to protrain.wrap, which compiles "
@@ -111,13 +110,13 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
     return call
 
 
-def _with_plain_parameters(parameters: list[nn.Parameter], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, during which managed parameters have the class nn.Parameter.
+def _with_plain_parameters(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, during which managed parameters of ``module`` have the class nn.Parameter.
 
     The compiler's guards compare classes, and the graph was compiled for ordinary parameters when the model was
     profiled.
     """
-    managed: list[Any] = [parameter for parameter in parameters if isinstance(parameter, PresentParameter)]
+    managed: list[Any] = [parameter for parameter in module.parameters() if isinstance(parameter, PresentParameter)]
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

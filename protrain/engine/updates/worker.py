@@ -110,19 +110,18 @@ class HostWorker:
 
     def submit(self, work: Callable[[], None], name: str = "") -> Job:
         """Queue ``work`` behind everything that was submitted before. Traces show it under its ``name``, if any."""
-        job = self.job(work, name)
-        self.queue(job)
-        return job
+        return self.queue(self.job(work, name))
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
         """The job that ``submit`` would queue."""
         return Job(functools.partial(_shown, work, name) if name else work)
 
-    def queue(self, job: Job) -> None:
-        """Put ``job`` behind everything that was submitted before."""
+    def queue(self, job: Job) -> Job:
+        """Put ``job`` behind everything that was submitted before, and return it."""
         self._thread.jobs.put(job)
         if not self._thread.is_alive():  # at the interpreter's exit
             job.run()
+        return job
 
     def drain(self) -> None:
         """Block until everything that was submitted is done."""
