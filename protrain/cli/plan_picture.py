@@ -22,7 +22,6 @@ _COLORS = {
     "activations": "tab:orange",
     "gradients": "tab:olive",
     "sum": "darkkhaki",
-    "copies": "tab:cyan",
     "gather": "lightgreen",
     "reduce": "gold",
 }

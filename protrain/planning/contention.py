@@ -22,16 +22,15 @@ plans as many are predicted within 3%, 5% and 10%, with a point more or less.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain, pairwise
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
+from protrain.planning.timeline import DOWN, GPU, HOST, LANES, STREAM, UP
 
 _ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam", STREAM: "streamed_adam"}
-CONTENDING = len(_ACTIVITIES)  # the first so many lanes slow each other down
 _OTHER_WAY = {UP: DOWN, DOWN: UP}
 _LEAST = 0.25  # no lane keeps less than this share of its rate beside another one
 _LOST_BY_RANKS = 0.8
@@ -79,39 +78,33 @@ def shares_kept(hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps:
         return ceiling * alone_gbps[way] / (alone_gbps[way] + streamed_gbps[0 if way == UP else 1])
 
     lost = _LOST_BY_RANKS if hardware.world_size > 1 and hardware.knows_contention else 1.0
-    found = np.ones((CONTENDING, CONTENDING))
-    for lane, other in np.ndindex(found.shape):
-        if lane != other:
-            found[lane, other] = 1.0 - lost * (1.0 - max(_LEAST, min(1.0, kept(lane, other))))
+    found = np.ones((len(LANES), len(LANES)))
+    for lane, other in permutations(_ACTIVITIES, 2):
+        found[lane, other] = 1.0 - lost * (1.0 - max(_LEAST, min(1.0, kept(lane, other))))
     return found
 
 
-def slowdowns(shares: Shares, lane_starts: list[list[float]], lane_ends: list[list[float]]) -> list[list[float]]:
-    """By lane, the factor on the duration of each of its operations. See [Note: contention].
+def slowdowns(shares: Shares, lanes: list[int], starts: list[float], ends: list[float]) -> list[float]:
+    """The factor on the duration of each task. See [Note: contention].
 
     Args:
         shares: as ``shares_kept`` returns them.
-        lane_starts: by lane, when its operations start in a run at full rates, in milliseconds.
-        lane_ends: by lane, when they end in that run.
+        lanes: by task, in the order of issue.
+        starts: when each task starts at full rates, in milliseconds.
+        ends: when it ends at full rates.
     """
-    counts = [len(starts) for starts in lane_starts[:CONTENDING]]
-    lanes = [slice(first, last) for first, last in pairwise(accumulate(counts, initial=0))]
-    starts, ends = (
-        np.fromiter(chain.from_iterable(of_lanes[:CONTENDING]), np.float64, sum(counts))
-        for of_lanes in (lane_starts, lane_ends)
-    )
-    lengths = ends - starts
-    bounds = np.stack((starts, ends), axis=1)  # [operation, begin or end]
-    kept = np.ones(len(starts))  # by operation
-    for other, of_other in enumerate(lanes):
-        if not counts[other]:
+    lane_of, bounds = np.array(lanes), np.array((starts, ends))  # [task], and [start or end, task]
+    lengths = bounds[1] - bounds[0]
+    kept = np.ones(len(lanes))  # by task
+    lost = 1.0 - shares[lane_of]  # [task, other lane]
+    for other in _ACTIVITIES:
+        of_other = np.flatnonzero(lane_of == other)
+        if not of_other.size:
             continue
-        # How long this lane has been busy when each of its operations begins and ends.
+        # How long this lane has been busy when each task starts and ends.
         until = lengths[of_other].cumsum()
-        busy = np.stack((until - lengths[of_other], until), axis=1)
-        begin, end = np.interp(bounds.T, bounds[of_other].ravel(), busy.ravel())
-        lost = np.repeat(1.0 - shares[:, other], counts)
-        kept *= 1.0 - lost * (end - begin) / np.maximum(lengths, 1e-9)
+        busy = np.stack((until - lengths[of_other], until))
+        start, end = np.interp(bounds, bounds[:, of_other].T.ravel(), busy.T.ravel())
+        kept *= 1.0 - lost[:, other] * (end - start) / np.maximum(lengths, 1e-9)
     factors: list[float] = (1.0 / kept).tolist()
-    collectives = [[1.0] * len(of_lane) for of_lane in lane_starts[CONTENDING:]]
-    return [*(factors[of_lane] for of_lane in lanes), *collectives]
+    return factors

@@ -54,9 +54,11 @@ class GradientRegions:
         self._is_large = is_large = [layout.is_large(chunk) for chunk in layout.chunks]
         is_alone = profile.accumulation == 1  # sums of several batches take the place of gradients
         own = [layout.shard_elements(chunk) * element * (chunk.trainable and is_alone) for chunk in layout.chunks]
-        large = [size * alone for size, alone in zip(own, is_large, strict=True)]
-        # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
-        self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
+        # By n_persist: gradient bytes of usual persistent chunks, and of large ones, with a region for every chunk.
+        self._usual_bytes, self._large_bytes = (
+            list(accumulate((size * (large is kind) for size, large in zip(own, is_large, strict=True)), initial=0))
+            for kind in (False, True)
+        )
         self._shared = step_during_backward and is_alone  # whether chunks share regions
         if self._shared:
             self._yielded = gradients_by_visit(profile, hardware, layout)
@@ -69,19 +71,17 @@ class GradientRegions:
             self._last_visit = [max(np.flatnonzero(visits).tolist(), default=-1) for visits in is_open]  # by chunk
         self.handed_on = cache(self._handed_on)
 
-    def own_bytes(self, n_persist: int) -> tuple[int, int]:
-        """Bytes of gradients on the device and in host memory if every chunk has a region of its own."""
-        return self._own_bytes[n_persist], self._own_bytes[-1] - self._own_bytes[n_persist]
-
     def n_on_device(self, n_persist: int) -> int:
         """The number of regions that persistent chunks share."""
         if not self._shared:
             return 0
-        return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own_bytes[n_persist])
+        own_bytes = self._usual_bytes[n_persist] + self._large_bytes[n_persist]
+        return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], own_bytes)
 
     def device_bytes(self, n_persist: int) -> int:
         """Bytes of the gradients of persistent chunks."""
-        return self.n_on_device(n_persist) * self._region_bytes[n_persist][0] or self._own_bytes[n_persist]
+        shared_bytes = self.n_on_device(n_persist) * self._region_bytes[n_persist][0]
+        return shared_bytes or self._usual_bytes[n_persist] + self._large_bytes[n_persist]
 
     def n_on_host(self, n_persist: int, free_bytes: int = 0) -> int:
         """The number of regions that chunks in host memory share: the fewest, and those that fit ``free_bytes``."""
@@ -90,17 +90,14 @@ class GradientRegions:
             return 0
         n_more, rest_bytes = divmod(max(0, free_bytes), region_bytes)
         # The rest that is too small for another region may be enough for every chunk to have its own.
-        own_bytes = self.own_bytes(n_persist)[1] - self._large_on_host(n_persist) - rest_bytes
+        own_bytes = self._usual_bytes[-1] - self._usual_bytes[n_persist] - rest_bytes
         return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
         """Bytes of the gradients of chunks in host memory, in ``n_regions``."""
-        if n_regions:
-            return n_regions * self._region_bytes[n_persist][1] + self._large_on_host(n_persist)
-        return self.own_bytes(n_persist)[1]
-
-    def _large_on_host(self, n_persist: int) -> int:
-        return self._large_bytes[-1] - self._large_bytes[n_persist]
+        usual_bytes = n_regions * self._region_bytes[n_persist][1]
+        usual_bytes = usual_bytes or self._usual_bytes[-1] - self._usual_bytes[n_persist]
+        return usual_bytes + self._large_bytes[-1] - self._large_bytes[n_persist]
 
     def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """The gradients that take over another chunk's region, as (gradient, the chunk whose update it waits for).

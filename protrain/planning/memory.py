@@ -35,6 +35,7 @@ from protrain.planning.segments import Bytes, ModeChoices, Segments
 from protrain.profiler.model_profile import ModelProfile
 
 MIB = 1024**2
+_SUM_BYTES = 4  # a parameter in fp32
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, and page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # a share of the activations, lost by the caching allocator to sizes that don't fit together
@@ -50,17 +51,10 @@ class Activations:
     swapped_bytes: int  # host memory of swapped activations and offloaded inputs
 
 
-def state_bytes(chunk: ChunkRecord, profile: ModelProfile, *, gradient_bytes: int | None = None) -> int:
-    """Bytes of all states of ``chunk``: weight, and if trainable also master or remainder, both moments and gradient.
-
-    ``gradient_bytes`` are the bytes of one element of the gradient, by default as many as of the weight.
-    """
-    element = profile.element_bytes
-    if not chunk.trainable:
-        return chunk.elements * element
+def state_bytes(chunk: ChunkRecord, profile: ModelProfile) -> int:
+    """Bytes of ``chunk`` without its gradient: weight, and if trainable master or remainder, and both moments."""
     master = {"bfloat16": 2, "float16": 4, "float32": 0}[profile.dtype]
-    gradient = element if gradient_bytes is None else gradient_bytes
-    return chunk.elements * (element + master + 2 * profile.moment_bytes + gradient)
+    return chunk.elements * (profile.element_bytes + chunk.trainable * (master + 2 * profile.moment_bytes))
 
 
 class MemoryModel:
@@ -106,19 +100,14 @@ class MemoryModel:
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
         self._buffer_bytes = [usual * element for usual, _ in sizes]
         self._large_bytes = [n * size * element for n, (_, size) in zip(self.large_buffers, sizes, strict=True)]
-        self._staging_bytes = cache(self._staging_bytes_of)
-        # By chunk: the elements of this rank that are trained, in all chunks before it.
-        trained = [layout.shard_elements(chunk) * chunk.trainable for chunk in layout.chunks]
-        self._trained = list(accumulate(trained, initial=0))
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
-        # By n_persist: bytes of all states of the persistent chunks.
-        self._persistent_bytes = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
-        whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
-        states = [size // layout.world_size for size in whole]
-        weights = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
-        # By chunk: bytes of second copies of all chunks before it, with all states, and with only the weight.
-        self._state_copy_bytes = list(accumulate(states, initial=0))
-        self._weight_copy_bytes = list(accumulate(weights, initial=0))
+        # By n_persist, of the persistent chunks on this rank: trained elements, bytes of states, and of trained states.
+        trained = [layout.shard_elements(chunk) * chunk.trainable for chunk in layout.chunks]
+        states = [state_bytes(chunk, profile) // layout.world_size for chunk in layout.chunks]
+        copies = [size * chunk.trainable for size, chunk in zip(states, layout.chunks, strict=True)]
+        self._trained, self._state_bytes, self._copy_bytes = (
+            list(accumulate(sizes, initial=0)) for sizes in (trained, states, copies)
+        )
         self.partial_bytes = PARTIAL_BYTES * layout.n_tiles
         self._exchange_bytes = layout.exchange_bytes(element)
         # By block: host memory of its saved activations, and of its inputs.
@@ -127,37 +116,19 @@ class MemoryModel:
         self.activations = cache(self._activations_of)
         self.offloads = cache(self._offloads_of)
 
-    def chunk_bytes(self, chunk: ChunkRecord) -> int:
-        """Bytes of one rank's states of ``chunk``, with its gradient or its accumulator."""
-        whole = state_bytes(chunk, self.profile, gradient_bytes=4 if self.accumulates else None)
-        return whole // self.layout.world_size
-
-    def host_sum_bytes(self, n_persist: int, n_device_sum: int = 0) -> int:
-        """Host memory of sums."""
-        away = 4 * self.accumulates * (self._trained[-1] - self._trained[n_persist])
-        return away - self.device_sum_bytes(n_persist, n_device_sum)
-
-    def device_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
-        """Device memory of the sums of chunks in host memory."""
-        return 4 * self._summed_elements(n_persist, n_device_sum)
-
-    def sent_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
-        """Host memory of the gradients that finished sums on the device become."""
-        return self.profile.element_bytes * self._summed_elements(n_persist, n_device_sum)
-
     def _summed_elements(self, n_persist: int, n_device_sum: int) -> int:
         """The elements of this rank in the sums on the device of chunks in host memory."""
         kept = summed_on_device(len(self.layout.chunks), n_persist, n_device_sum)
         return sum(self._trained[chunk + 1] - self._trained[chunk] for chunk in kept)
 
-    def _staging_bytes_of(self, n_persist: int, n_device_sum: int) -> int:
-        summed = n_device_sum if self.accumulates else None
-        return self.layout.staging_bytes(n_persist, self.profile.element_bytes, summed)
+    def host_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
+        """Host memory of sums."""
+        away = self.accumulates * (self._trained[-1] - self._trained[n_persist])
+        return _SUM_BYTES * (away - self._summed_elements(n_persist, n_device_sum))
 
-    @property
-    def buffered(self) -> str:
-        """The chunks whose weights pass through buffers, in a word for messages."""
-        return "non-persistent chunk" if self.layout.world_size == 1 else "chunk"
+    def _finished_bytes(self, n_persist: int, n_device_sum: int) -> int:
+        """Host memory of the gradients that finished sums on the device become."""
+        return self.profile.element_bytes * self._summed_elements(n_persist, n_device_sum)
 
     def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_device_sum: int = 0) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
@@ -172,17 +143,21 @@ class MemoryModel:
 
     def static_parts(self, n_persist: int, n_buffer: int, n_device_sum: int = 0) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
-        parts = {"persistent chunks": self._persistent_bytes[n_persist]}
+        summed = n_device_sum if self.accumulates else None
+        element_bytes, gradient_bytes = self.profile.element_bytes, self.gradients.device_bytes(n_persist)
+        parts = {"persistent chunks": self._state_bytes[n_persist]}
+        parts["persistent chunks"] += _SUM_BYTES * self.accumulates * self._trained[n_persist]
         if self.gradients.n_on_device(n_persist):
-            parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
-            parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
+            parts["gradients of persistent chunks"] = gradient_bytes
+        else:
+            parts["persistent chunks"] += gradient_bytes
         parts |= {
             "chunk buffers": n_buffer * self._buffer_bytes[n_persist] + self._large_bytes[n_persist],
-            "gradient staging": self._staging_bytes(n_persist, n_device_sum) + self._exchange_bytes,
+            "gradient staging": self.layout.staging_bytes(n_persist, element_bytes, summed) + self._exchange_bytes,
             "buffers and quantised weights": self.profile.buffer_bytes,
         }
         if n_device_sum:
-            parts["sums of gradients"] = self.device_sum_bytes(n_persist, n_device_sum)
+            parts["sums of gradients"] = _SUM_BYTES * self._summed_elements(n_persist, n_device_sum)
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
         if self.hardware.collective_bytes:
@@ -213,65 +188,54 @@ class MemoryModel:
             n_persist, self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes)
         )
 
-    def host_gradient_bytes(self, n_persist: int, swapped_bytes: int) -> int:
-        """Host memory of gradients, unless sums take their place."""
-        return self.gradients.host_bytes(n_persist, self.n_host_regions(n_persist, swapped_bytes))
-
     def host_bytes(self, counts: Counts, modes: Modes) -> int:
         """Predicted host memory of the engine."""
-        n_persist, swapped_bytes = counts.n_persist, self.activations(modes).swapped_bytes
-        more_regions_bytes = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
-        copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
-        least_bytes = self.least_host_bytes(n_persist, swapped_bytes, counts.n_device_sum)
-        return least_bytes + copies_bytes + more_regions_bytes
+        return sum(self.host_parts(counts, modes).values())
 
     def host_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
         """The parts of the host memory, by name."""
-        n_persist, activations, away = counts.n_persist, self.activations(modes), self.layout.chunks[counts.n_persist :]
-        # All states are what a second copy of all of them would take, and their weights what one of the weights would.
-        states, trained = (self.copy_bytes(n_persist, len(away), n_weights) for n_weights in (0, len(away)))
+        n_persist, element_bytes = counts.n_persist, self.profile.element_bytes
+        swapped_bytes = self.activations(modes).swapped_bytes
         sizes = zip(modes, self._swapped_bytes, strict=True)
         offloaded = sum(input_bytes for mode, (_, input_bytes) in sizes if mode is BlockMode.CKPT_SWAP)
         attention = "" if all(block.recomputes_attention for block in self.profile.blocks) else ", and attention"
-        weights = self.copy_bytes(n_persist, counts.n_weight_only, counts.n_weight_only)
+        away_bytes = self._state_bytes[-1] - self._state_bytes[n_persist]
+        trained_bytes = (self._trained[-1] - self._trained[n_persist]) * element_bytes
+        optimizer_bytes = self._copy_bytes[-1] - self._copy_bytes[n_persist] - trained_bytes
+        copied_weights_bytes = self.copy_bytes(n_persist, counts.n_weight_only, counts.n_weight_only)
+        copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only) - copied_weights_bytes
+        n_regions = self.n_host_regions(n_persist, swapped_bytes)
         parts = {
-            "weights": sum(map(self.layout.shard_elements, away)) * self.profile.element_bytes,
-            "gradients": self.host_gradient_bytes(n_persist, activations.swapped_bytes)
-            + self.sent_sum_bytes(n_persist, counts.n_device_sum),
-            "optimizer states": states - trained,
-            "swapped activations": activations.swapped_bytes - offloaded,
+            "weights": away_bytes - optimizer_bytes,
+            "gradients": self.gradients.host_bytes(n_persist, n_regions)
+            + self._finished_bytes(n_persist, counts.n_device_sum),
+            "optimizer states": optimizer_bytes,
+            "swapped activations": swapped_bytes - offloaded,
         }
         optional = {
             "sums of gradients": self.host_sum_bytes(n_persist, counts.n_device_sum),
             f"offloaded inputs of recomputed blocks{attention}": offloaded,
-            "second weights for speculative updates": weights,
-            "second copies for speculative updates": self.copy_bytes(
-                n_persist, counts.n_speculate, counts.n_weight_only
-            )
-            - weights,
+            "second weights for speculative updates": copied_weights_bytes,
+            "second copies for speculative updates": copies_bytes,
         }
         parts |= {name: size for name, size in optional.items() if size}
-        return {**parts, "other": self.host_bytes(counts, modes) - sum(parts.values())}
+        return {**parts, "other": self.partial_bytes + _HOST_SMALL_BYTES}
 
     def least_host_bytes(self, n_persist: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
         """The least host memory of any plan that persists and swaps so much.
 
         Such a plan has no second copies, and the fewest regions for gradients.
         """
-        states_bytes = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
-        # Gradients are counted by their regions, which they may share. Sums on the device leave a gradient here.
-        states_bytes += self._least_gradient_bytes(n_persist) - self.gradients.own_bytes(n_persist)[1]
-        states_bytes += self.sent_sum_bytes(n_persist, n_device_sum) - self.device_sum_bytes(n_persist, n_device_sum)
+        states_bytes = self._state_bytes[-1] - self._state_bytes[n_persist]
+        states_bytes += self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
+        states_bytes += self.host_sum_bytes(n_persist, n_device_sum) + self._finished_bytes(n_persist, n_device_sum)
         return states_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
-
-    def _least_gradient_bytes(self, n_persist: int) -> int:
-        return self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
 
     def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
         """Bytes of the second copies that speculative updates write. The first ``n_weight_only`` are weights alone."""
         first, last = n_persist + n_weight_only, n_persist + n_speculate
-        weights = self._weight_copy_bytes[first] - self._weight_copy_bytes[n_persist]
-        return weights + self._state_copy_bytes[last] - self._state_copy_bytes[first]
+        weights_bytes = self.profile.element_bytes * (self._trained[first] - self._trained[n_persist])
+        return weights_bytes + self._copy_bytes[last] - self._copy_bytes[first]
 
     def speculation(
         self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0
@@ -284,8 +248,8 @@ class MemoryModel:
         states.
         """
         room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes, n_device_sum)
-        copies_bytes = self._weight_copy_bytes
-        fit = bisect_right(copies_bytes, copies_bytes[n_persist] + room_bytes) - 1 - n_persist
+        most = max(0, room_bytes) // self.profile.element_bytes  # elements of weights
+        fit = bisect_right(self._trained, self._trained[n_persist] + most) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
         n_weight_only = bisect_left(
             range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes

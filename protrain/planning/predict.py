@@ -12,12 +12,11 @@ from functools import cache, cached_property
 from math import inf
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.layout import Layout, updated_chunks
+from protrain.planning.layout import Layout
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
-from protrain.planning.planned_step import PlannedStep
-from protrain.planning.rates import host_update_gparams, slower_share, with_host
-from protrain.planning.simulate import serial, simulate, timeline
+from protrain.planning.rates import slower_share, with_host
+from protrain.planning.simulate import Run, timeline
 from protrain.planning.step import Steps
 from protrain.planning.timeline import HOST, Timeline
 from protrain.profiler.model_profile import ModelProfile
@@ -47,25 +46,16 @@ def predict(
     )
 
 
-_WHOLE = ("update", "speculative update", "deferred update")
-
-
 def host_gparams(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> float:
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
     layout = layout_of(profile, plan)
-    if hardware.device_type == "cpu":  # on a CPU nothing runs beside the updates
-        is_any_away = any(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
-        return host_update_gparams(profile, hardware) if is_any_away else 0.0
-    elements, milliseconds = 0, 0.0
     timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
-    for operation in timeline.operations:
-        kind, _, chunk = operation.name.rpartition(" ")
-        if operation.lane == HOST and kind in _WHOLE:
-            elements += layout.shard_elements(layout.chunks[int(chunk)])
-            milliseconds += operation.end_ms - operation.start_ms
-    return elements / milliseconds / 1e6 if milliseconds else 0.0
+    on_host = [operation for operation in timeline.operations if operation.lane == HOST]
+    updates = [operation for operation in on_host if not operation.name.startswith("speculative weight")]
+    elements = sum(layout.shard_elements(layout.chunks[int(update.name.split()[-1])]) for update in updates)
+    return elements / max(1e-9, sum(update.end_ms - update.start_ms for update in updates)) / 1e6
 
 
 class RuntimeModel:
@@ -80,35 +70,27 @@ class RuntimeModel:
 
     def __init__(self, memory: MemoryModel, hardware: HardwareProfile | None = None) -> None:
         self.steps = Steps(memory, hardware)
-        self._is_cpu = memory.hardware.device_type == "cpu"
         # The forwards and backwards before the last one of a step: see [Note: several batches].
         self._n_before = memory.profile.accumulation - 1
         self._adding = Steps(memory, hardware, only_adds=True) if self._n_before else None
         self._before_ms = cache(self._before_ms_of)
 
     def step_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
-        """Predicted milliseconds of one step in steady state; infinite if what the GPU does takes ``limit_ms`` alone.
+        """Predicted milliseconds of one step in steady state; infinite if computing alone takes ``limit_ms``.
 
         The step's gradients are not clipped, so no speculative update is redone.
         """
         before_ms = self._before_ms(modes, counts._replace(n_speculate=0, n_weight_only=0))
-        step = self.steps.step(modes, counts)
-        if before_ms + step.gpu_ms >= limit_ms:
+        if before_ms + self.steps.gpu_ms(modes, counts.n_persist) >= limit_ms:
             return inf
-        return before_ms + self._ms(step, self.steps)
+        return before_ms + Run(self.steps, modes, counts).step_ms
 
     def _before_ms_of(self, modes: Modes, counts: Counts) -> float:
-        if self._adding is None:
-            return 0.0
-        return self._n_before * self._ms(self._adding.step(modes, counts), self._adding)
-
-    def _ms(self, step: PlannedStep, steps: Steps) -> float:
-        return (serial(step) if self._is_cpu else simulate(step, steps.shares)).step_ms
+        return self._n_before * Run(self._adding, modes, counts).step_ms if self._adding else 0.0
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
-        step = self.steps.step(modes, counts)
-        return serial(step) if self._is_cpu else timeline(step, self.steps.shares)
+        return timeline(Run(self.steps, modes, counts))
 
 
 class Models:

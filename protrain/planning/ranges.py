@@ -41,6 +41,7 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
     memory, n_chunks, n_blocks = models.memory, models.n_chunks, models.n_blocks
     n_persist = min(max(counts.n_persist, 0), n_chunks)
     offloaded, least = n_chunks - n_persist, memory.least_buffers[n_persist]
+    buffered = "non-persistent chunk" if models.layout.world_size == 1 else "chunk"  # they pass through buffers
     modes = "every block is swapped or checkpointed"
     inputs = "the inputs of every recomputed block are offloaded" if counts.n_ckpt else "no block is recomputed"
     speculates = "every chunk in host memory has a speculative update"
@@ -50,8 +51,8 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
         "n_buffer": Range(
             least,
             memory.all_buffers[n_persist],
-            f"every {memory.buffered} has a buffer",
-            f"a unit holds up to {least} {memory.buffered}s at once",
+            f"every {buffered} has a buffer",
+            f"a unit holds up to {least} {buffered}s at once",
         ),
         "n_swap": Range(0, n_blocks - counts.n_ckpt, modes),
         "n_ckpt": Range(0, n_blocks - counts.n_swap, modes),
@@ -121,8 +122,7 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
 def changes_of(plan: Plan, profile: ModelProfile, models: Models) -> Iterator[Change]:
     """The effect of every integer of ``plan``, one more and one less, and of keep_attention."""
     for neighbour in neighbours(plan.counts, models):
-        same_modes = neighbour.knob not in ("n_swap", "n_ckpt", "n_ckpt_swap")
-        yield _effect(neighbour, models, plan if same_modes else None)
+        yield _effect(neighbour, models, plan)
     counts, others, impossible = plan.counts, models, ""
     if not any(block.attention_bytes for block in profile.blocks):
         impossible = "no block has a fused attention"
@@ -138,12 +138,12 @@ def changes_of(plan: Plan, profile: ModelProfile, models: Models) -> Iterator[Ch
     yield _effect(switch, others, plan)
 
 
-def _effect(change: Change, models: Models, same_modes: Plan | None) -> Change:
-    """``change`` with its effect. Block modes are those of the plan ``same_modes`` if it is given."""
+def _effect(change: Change, models: Models, plan: Plan) -> Change:
+    """``change`` with its effect. Block modes are those of ``plan`` unless the change is one of them."""
     if change.impossible:
         return change
     counts = Counts(*change.counts)
-    modes = models.modes(counts) if same_modes is None else same_modes.block_modes
+    modes = models.modes(counts) if change.knob in ("n_swap", "n_ckpt", "n_ckpt_swap") else plan.block_modes
     return replace(
         change,
         step_ms=models.runtime.step_ms(modes, counts),

@@ -80,17 +80,21 @@ class Segments(NamedTuple):
     def of(cls, profile: ModelProfile, packs: tuple[bool, ...]) -> Segments:
         """The segments of ``profile``. ``packs`` says by block whether it is packed where it is swapped."""
         calls = Counter(segment.block for segment in profile.segments if segment.phase == "forward")
-
-        def per_call(of_block: list[int]) -> dict[int, int]:
-            return {-1: 0, **{index: size // max(1, calls[index]) for index, size in enumerate(of_block)}}
-
         blocks = profile.blocks
-        share = per_call([block.saved_bytes for block in blocks])
-        output = per_call([block.output_bytes for block in blocks])
-        inputs = per_call([block.input_bytes - block.held_input_bytes for block in blocks])
-        held = per_call([block.held_input_bytes for block in blocks])
-        unsaved = per_call([block.unsaved_input_bytes for block in blocks])
-        packed = per_call([swapped_block_bytes(block) * packs[at] for at, block in enumerate(blocks)])
+        sizes = [  # by block
+            (
+                block.output_bytes,
+                swapped_block_bytes(block) * is_packed,
+                block.saved_bytes,
+                block.unsaved_input_bytes,
+                block.input_bytes - block.held_input_bytes,
+                block.held_input_bytes,
+            )
+            for block, is_packed in zip(blocks, packs, strict=True)
+        ]
+        # Of one call of each block, in the order of the columns. The last one is of no block (index -1).
+        per_call = [[size // max(1, calls[at]) for size in of_block] for at, of_block in enumerate(sizes)] + [[0] * 6]
+        _, packed, share, _, inputs, held = zip(*per_call, strict=True)
         order = [segment.block for segment in profile.segments]
         rows, held_inputs = [], []
         before, at_loss = -1, True  # at_loss: the backward of no block has begun yet
@@ -115,10 +119,9 @@ class Segments(NamedTuple):
             if segment.held_bytes:
                 held_inputs.append((index, segment.held_until, segment.held_bytes))
             live = segment.live_bytes + profile.output_bytes * forward  # the output of the step before
-            of_block = [size[at] for size in (output, packed, share, unsaved, inputs, held)]
             copied = packed[neighbour] or share[neighbour]
             rows.append(
-                (at, neighbour, forward, live, segment.peak_bytes, keeping, *of_block, copied, neighbour_inputs)
+                (at, neighbour, forward, live, segment.peak_bytes, keeping, *per_call[at], copied, neighbour_inputs)
             )
             if at >= 0:
                 before, held_before = at, (segment.held_bytes, segment.held_until)

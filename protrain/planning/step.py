@@ -1,7 +1,7 @@
-"""What a step does under one plan: its visits, what each operation takes at full rate, and the order of its updates.
+"""What steps do under every plan: visits, gradients and updates, and how long each of them takes at full rate.
 
-From the memory model of a profile, a machine and a layout ``Steps`` makes the ``PlannedStep`` of any plan.
-``protrain.planning.simulate`` works out when all of it happens.
+``Steps`` works it out from the memory model of a profile, a machine and a layout. ``protrain.planning.simulate`` makes
+the tasks of one plan from it, and works out when they happen.
 
 [Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
 them. In all of them the device adds gradients to sums. A sum in host memory comes to the device for that and goes back.
@@ -12,7 +12,8 @@ step without updates, so that weights stay in their buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, cycle
 
@@ -20,8 +21,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.contention import lost_to_collectives, shares_kept
 from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import BlockMode, Counts, Modes
-from protrain.planning.planned_step import AwaitedUpdate, Gradient, PlannedStep, UpdateQueue, Visit, Work
+from protrain.planning.plan import BlockMode, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
     GradientPart,
@@ -48,6 +48,33 @@ from protrain.planning.timeline import HOST, STREAM, UP
 COLLECTIVE_MS = 0.04
 _SUM_BYTES = 4  # a parameter in fp32
 
+Updates = Sequence[tuple[int, float]]  # (chunk, ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a visit of backward adds to the gradient of a chunk, and what is done with it under one placement."""
+
+    number: int  # as a GradientPart
+    chunk: int
+    flatten_ms: float
+    offload_ms: float
+    staging: int  # the staging buffer that it is offloaded from; -1: it is not offloaded
+    sum_up_ms: float | None  # to fetch the sum in host memory that it is added to; None: it is added to none
+    sent: int  # the staging buffer that several ranks send the chunk's whole gradient from; -1: one rank
+    reduce_ms: float  # of the reduction by several ranks; 0 if the chunk has not all its gradients yet
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One call of a unit in forward, or the backward of that call, under one placement."""
+
+    name: str
+    unit: int
+    compute_ms: float  # without what the mode of a block adds
+    chunks: tuple[int, ...]  # chunks in buffers that the visit waits for
+    gradients: tuple[Gradient, ...]  # the gradients that it yields; in forward none
+
 
 class Steps:
     """What steps do under every plan, for the model, layout and machine of ``memory``. Times are at full rate.
@@ -62,90 +89,94 @@ class Steps:
     def __init__(
         self, memory: MemoryModel, hardware: HardwareProfile | None = None, *, only_adds: bool = False
     ) -> None:
-        profile, layout = memory.profile, memory.layout
+        self._profile, self._layout = profile, layout = memory.profile, memory.layout
         self._hardware = hardware = hardware or memory.hardware
-        times = compute_times(profile, hardware)
-        self._profile = profile
-        self._layout = layout
         self._memory = memory
         self._only_adds = only_adds
-        self._in_backward = memory.step_during_backward
-        element = profile.element_bytes
+        self.overlaps = hardware.device_type != "cpu"  # a CPU does one thing after the other
+        self.in_backward, self.accumulates = memory.step_during_backward, memory.accumulates
+        element, world_size = profile.element_bytes, layout.world_size
+        self.n_forward = len(profile.calls)  # the visits of forward, which those of backward follow
+        visits = [*profile.calls, *reversed(profile.calls)]
         # By visit, the chunks that its unit needs, and those that units around it hold.
         held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
-        throughout = profile.enclosing if layout.world_size > 1 else ()  # the backward, as several ranks hold them
+        throughout = profile.enclosing if world_size > 1 else ()  # the backward, as several ranks hold them
         held += [layout.held_by((unit, *throughout)) for unit in reversed(profile.calls)]
-        self._updated = updated_chunks(profile, layout)
-        # By chunk: the elements that a step updates on this rank, and milliseconds of what is done with the chunk.
-        self._updated_elements = [
-            layout.shard_elements(chunk) if chunk.index in self._updated else 0 for chunk in layout.chunks
-        ]
-        self._upload_ms = [
-            bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks
-        ]
-        self._gather_ms = [
-            _collective_ms(chunk.elements * element, hardware.gather_gbps) if layout.world_size > 1 else 0.0
-            for chunk in layout.chunks
-        ]
-        device_gparams = device_update_gparams(profile, hardware)
-        self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
-        self._visits = [*profile.calls, *reversed(profile.calls)]
-        self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
+        self._fetches = Fetches(visits, held, layout, memory.large_buffers)
+        times = compute_times(profile, hardware)
+        forward_ms, backward_ms = computing_by_visit(profile, times)
+        self._computed = list(zip(visits, held, [*forward_ms, *reversed(backward_ms)], strict=True))  # by visit
         self._mode_costs = [
             (unit, block, self._costs_of(block, n_calls, times.recompute[block] / n_calls))
             for unit, n_calls in Counter(profile.calls).items()
             if (block := profile.units[unit].block) is not None
         ]
-        self._fetches = Fetches(self._visits, held, layout, memory.large_buffers)
-        self._held = held
+        self.lost_to_collectives = lost_to_collectives(hardware)
         self._gradients = gradients_by_visit(profile, hardware, layout)
+        parts = list(chain.from_iterable(self._gradients))
+        self._least_ms = sum(forward_ms) + sum(backward_ms) + sum(part.flatten_ms for part in parts)
         # With several ranks, by chunk: its last gradient, whose reduction is that of the chunk, and the buffer that the
         # chunk is sent from.
-        parts = chain.from_iterable(self._gradients if layout.world_size > 1 else ())
-        last = {part.chunk: part.number for part in parts}
+        last = {part.chunk: part.number for part in parts if world_size > 1}
         self._sent = self._rotated({chunk: chunk for chunk in last})
         self._reduce_ms = {
             number: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
             for chunk, number in last.items()
         }
-        self._lost_to_collectives = lost_to_collectives(hardware)
-        for at, of_visit in enumerate(self._gradients if self._sent else ()):
-            reduce_ms = sum(self._reduce_ms.get(part.number, 0.0) for part in of_visit)
-            self._backward_ms[at] += self._lost_to_collectives * reduce_ms
-        self._placed = cache(self._visits_under)
+        # By chunk: the elements that a step updates on this rank, and milliseconds of what is done with the chunk.
+        shards = [layout.shard_elements(chunk) for chunk in layout.chunks]
+        updated = updated_chunks(profile, layout)
+        updates = [n * (chunk in updated) * (not only_adds) for chunk, n in enumerate(shards)]
+        self.upload_ms = [bytes_ms(n * element, hardware.h2d_gbps) for n in shards]
+        self.gather_ms = [
+            _collective_ms(chunk.elements * element, hardware.gather_gbps) if world_size > 1 else 0.0
+            for chunk in layout.chunks
+        ]
         dtype, moment_bytes = profile.dtype, profile.moment_bytes
-        host_gparams = host_update_gparams(profile, hardware)
+        device_gparams, host_gparams = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
+        streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
+        self._device_update_ms, self._host_update_ms, self.streamed_ms = (
+            [n / gparams / 1e6 for n in updates] for gparams in (device_gparams, host_gparams, streamed_gparams)
+        )
+        self.streams = memory.stream and self.overlaps  # the GPU may update chunks in host memory
         adam_bytes = moved_bytes(dtype, moment_bytes)
-        self._host_update_ms = [0.0 if only_adds else n / host_gparams / 1e6 for n in self._updated_elements]
         # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
         self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
-        streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
-        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
-        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
-        self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
-        self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
-        self._weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
+        self.weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
         if hardware.host_adam_weight_gparams is not None:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
-            self._weight_share = min(1.0, self._weight_share * (measured / counted))
-        starts = list(accumulate(self._forward_ms, initial=0.0))
-        first_use = {chunk: at for at in range(len(self._held) - 1, -1, -1) for chunk in self._held[at]}
+            self.weight_share = min(1.0, self.weight_share * (measured / counted))
+        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
+        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in updates]
+        self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
+        self._update_gparams = host_gparams, streamed_gparams
+        starts = list(accumulate(forward_ms, initial=0.0))
+        first_use = {chunk: at for at in range(len(held) - 1, -1, -1) for chunk in held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
-        used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload_ms))]
-        fetch_ms = [upload + gather for upload, gather in zip(self._upload_ms, self._gather_ms, strict=True)]
+        used_ms = [starts[min(first_use.get(chunk, 0), self.n_forward)] for chunk in range(len(shards))]
         # By chunk, when its fetch must begin, from the begin of forward on.
-        self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
-        self._work_for = cache(self._work_of)
-        self._fetched = cache(self._fetched_under)
+        self._needed_ms = [
+            used - upload - gather for used, upload, gather in zip(used_ms, self.upload_ms, self.gather_ms, strict=True)
+        ]
+        self.visits = cache(self._visits_under)
+        self.updates = cache(self._updates_under)
+        self.costs = cache(self._costs_under)
+        self.fetched = cache(self._fetched_under)
         self.sharing = cache(self._sharing_under)
 
     @property
     def speculates(self) -> bool:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
-        return not self._in_backward and self._hardware.device_type != "cpu"
+        return self.overlaps and not self.in_backward
+
+    def gpu_ms(self, modes: Modes, n_persist: int) -> float:
+        """How long the GPU is busy with what it does in any case. No step is shorter."""
+        more_ms = [costs.pack_ms + costs.recompute_ms for costs in self.costs(modes)]
+        updates_ms = sum(self._device_update_ms[:n_persist])
+        return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + updates_ms
 
     def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
@@ -158,33 +189,42 @@ class Steps:
             for key, chunk in chunks.items()
         }
 
-    def _gradients_under(self, n_persist: int, n_device_sum: int) -> list[tuple[Gradient, ...]]:
-        """By visit of backward its gradients under these placements.
+    def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
+        """The visits of forward and backward under these placements.
 
         Gradients of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step.
         Ranks that reduce the gradients of a chunk offload one shard, with the last of them.
         """
         on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
         stay = on_device if self._only_adds else ()
-        staging = self._rotated(
-            {
-                part.number: part.chunk
-                for part in chain.from_iterable(self._gradients)
-                if part.chunk >= n_persist
-                and part.chunk not in stay
-                and (not self._sent or part.number in self._reduce_ms)
-            }
-        )
-        return [
-            tuple(self._gradient(part, staging.get(part.number, -1), on_device) for part in of_visit)
+        away = {
+            part.number: part.chunk
+            for part in chain.from_iterable(self._gradients)
+            if part.chunk >= n_persist and part.chunk not in stay and (not self._sent or part.number in self._reduce_ms)
+        }
+        staging, first = self._rotated(away), self._layout.first_buffered(n_persist)
+        gradients = [
+            tuple(self._gradient(part, staging.get(part.number, -1), part.chunk not in on_device) for part in of_visit)
             for of_visit in self._gradients
         ]
+        return [
+            Visit(
+                name=self._profile.units[unit].name,
+                unit=unit,
+                compute_ms=compute_ms,
+                chunks=tuple(chunk for chunk in held if chunk >= first),
+                gradients=of_visit,
+            )
+            for (unit, held, compute_ms), of_visit in zip(
+                self._computed, [()] * self.n_forward + gradients, strict=True
+            )
+        ]
 
-    def _gradient(self, part: GradientPart, staging: int, on_device: Container[int]) -> Gradient:
-        """The work on ``part``. An offloaded chunk has its sum in host memory, unless it is ``on_device``."""
+    def _gradient(self, part: GradientPart, staging: int, sum_is_away: bool) -> Gradient:
+        """The work on ``part``. ``sum_is_away``: an offloaded chunk has its sum in host memory."""
         element = self._profile.element_bytes  # what flattening reads, and writes
         offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
-        if self._memory.accumulates and staging >= 0 and part.chunk not in on_device:
+        if self._memory.accumulates and staging >= 0 and sum_is_away:
             # The first batch of a step fetches no sum.
             n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
             share = (n_batches - 1) / n_batches if self._only_adds else 1.0
@@ -207,60 +247,21 @@ class Steps:
             reduce_ms=self._reduce_ms.get(part.number, 0.0),
         )
 
-    def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
-        """The visits of forward and backward under these placements."""
-        gradients = [()] * len(self._profile.calls) + self._gradients_under(n_persist, n_device_sum)
-        first = self._layout.first_buffered(n_persist)
-        return [
-            Visit(
-                name=self._profile.units[unit].name,
-                unit=unit,
-                chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
-                gradients=gradients[at],
-            )
-            for at, unit in enumerate(self._visits)
+    def _updates_under(self, n_persist: int, n_device_sum: int) -> tuple[Updates, Updates]:
+        """The updates of persistent chunks by the GPU, and of chunks in host memory by the host, in execution order."""
+        on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
+        by_gpu = [(chunk, ms) for chunk, ms in enumerate(self._device_update_ms[:n_persist]) if ms]
+        by_host = [
+            (chunk, ms if chunk in on_device else ms * self._from_sum)
+            for chunk, ms in enumerate(self._host_update_ms)
+            if ms and chunk >= n_persist
         ]
+        return by_gpu, by_host
 
-    def step(self, modes: Modes, counts: Counts) -> PlannedStep:
-        """What a step does under ``modes`` and ``counts``."""
-        n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
-        visits = self._placed(n_persist, counts.n_device_sum)
-        work, swap_in_ms = self._work_for(modes)
-        fetches, gathers = self._fetched(n_persist, counts.n_buffer)
-        if self._lost_to_collectives:
-            lost_ms = [self._lost_to_collectives * sum(self._gather_ms[chunk] for chunk, _ in each) for each in gathers]
-            work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
-        host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
-        if self._memory.accumulates:
-            on_device = summed_on_device(len(self._layout.chunks), n_persist, counts.n_device_sum)
-            host = [(c, t if c in on_device else t * self._from_sum) for c, t in host]
-        awaited_updates: dict[int, AwaitedUpdate] = {}
-        if self._in_backward:
-            n_regions = self._memory.n_host_regions(n_persist, self._memory.activations(modes).swapped_bytes)
-            if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
-                updates = dict(host)
-                awaited_updates = {index: AwaitedUpdate(chunk, updates[chunk]) for index, chunk in handed_on}
-                awaited = {chunk for _, chunk in handed_on}
-                host = [pair for pair in host if pair[0] not in awaited]
-        n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
-        n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
-        return PlannedStep(
-            n_forward=len(self._profile.calls),
-            visits=visits,
-            work=work,
-            fetches=fetches,
-            gathers=gathers,
-            upload_ms=self._upload_ms,
-            gather_ms=self._gather_ms,
-            swap_in_ms=swap_in_ms,
-            fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
-            device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
-            host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed_ms=self._streamed_from(last),
-            device_kept=float(self.shares[STREAM, HOST]),
-            sharing=self.sharing(n_persist),
-            awaited_updates=awaited_updates,
-        )
+    def handed_on(self, modes: Modes, n_persist: int) -> Sequence[tuple[int, int]]:
+        """The gradients that wait for updates of other chunks: see ``GradientRegions.handed_on``."""
+        swapped_bytes = self._memory.activations(modes).swapped_bytes
+        return self._memory.gradients.handed_on(n_persist, self._memory.n_host_regions(n_persist, swapped_bytes))
 
     def _fetched_under(
         self, n_persist: int, n_buffer: int
@@ -276,17 +277,6 @@ class Steps:
             return fetches, [()] * len(fetches)
         return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches
 
-    def _streamed_from(self, first: int) -> dict[int, float]:
-        """By chunk that the GPU may update in host memory: how long that takes. Nothing if there is no staging.
-
-        ``first`` is the first chunk without a speculative update. The engine also lets the GPU redo a speculative
-        update. A plan does not count on that, as it is help for steps that are not as the plan foresees them.
-        """
-        if not self._memory.stream or self._only_adds or self._hardware.device_type == "cpu":
-            return {}
-        by_host, by_device = self._update_gparams
-        return {chunk: self._host_update_ms[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
-
     def _sharing_under(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
@@ -295,7 +285,7 @@ class Steps:
         link_kept = float(self.shares[UP, HOST])
         return Sharing(
             needed_ms=needed_ms,
-            upload_ms=tuple(ms / link_kept for ms in self._upload_ms),
+            upload_ms=tuple(ms / link_kept for ms in self.upload_ms),
             states_ms=tuple(ms / link_kept for ms in self._states_ms),
             host_gparams=host_gparams,
             device_gparams=device_gparams * float(self.shares[STREAM, HOST]),
@@ -315,25 +305,12 @@ class Steps:
             BlockMode.CKPT_SWAP: ModeCosts(out_ms, back_ms, recompute_ms=recompute_ms),
         }
 
-    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
-        """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
-        calls, costs = self._profile.calls, [ModeCosts()] * len(self._profile.units)
+    def _costs_under(self, modes: Modes) -> list[ModeCosts]:
+        """By unit, what the mode of its block costs each of its calls."""
+        costs = [ModeCosts()] * len(self._profile.units)
         for unit, block, by_mode in self._mode_costs:
             costs[unit] = by_mode[modes[block]]
-        work: list[Work] = [
-            (compute_ms + costs[unit].pack_ms, costs[unit].out_ms, ())
-            for unit, compute_ms in zip(calls, self._forward_ms, strict=True)
-        ]
-        is_there = False  # whether the visit before fetched what this one needs
-        for at in reversed(range(len(calls))):
-            unit, earlier = calls[at], calls[max(0, at - 1)]
-            swap_ms = costs[unit].out_ms
-            swap_in = (unit,) if swap_ms and not is_there else ()
-            is_there = earlier != unit and costs[earlier].out_ms > 0
-            if is_there:
-                swap_in = (*swap_in, earlier)
-            work.append((self._backward_ms[at] + costs[unit].recompute_ms, swap_ms, swap_in))
-        return work, [each.back_ms for each in costs]
+        return costs
 
 
 def _collective_ms(size_bytes: int, gbps: float) -> float:

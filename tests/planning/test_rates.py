@@ -22,7 +22,7 @@ from protrain.planning.rates import (
     slower_share,
     written_bytes,
 )
-from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
+from protrain.planning.timeline import DOWN, GPU, HOST, REDUCE, STREAM, UP
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 from tests.planning.machines import H100
 from tests.planning.models import GIB, MACHINE, MIB, chain, make_profile
@@ -72,14 +72,10 @@ def test_beside_several_lanes_an_operation_keeps_the_product_of_the_shares() -> 
     """A layer of 10 ms, with an upload in its first half and the host's update in 4 of its milliseconds."""
     shares = shares_kept(LINK, 130.0, (42.0, 36.0))
     shares[GPU, UP], shares[GPU, HOST] = 0.8, 0.5
-    starts: list[list[float]] = [[], [], [], [], [], [], [3.0]]
-    ends: list[list[float]] = [[], [], [], [], [], [], [4.0]]
-    for lane, times in {GPU: (0.0, 10.0, 10.0, 20.0), UP: (0.0, 5.0), HOST: (3.0, 7.0)}.items():
-        starts[lane], ends[lane] = [*times[::2]], [*times[1::2]]
-    found = slowdowns(shares, starts, ends)
-    assert found[GPU] == pytest.approx([1 / (0.9 * 0.8), 1.0])
-    assert found[UP] == pytest.approx([1 / (1 - (1 - shares[UP, HOST]) * 2 / 5)])
-    assert [found[lane] for lane in (DOWN, STREAM, 5, 6)] == [[], [], [], [1.0]]
+    lanes = [GPU, GPU, UP, REDUCE, HOST]
+    found = slowdowns(shares, lanes, [0.0, 10.0, 0.0, 3.0, 3.0], [10.0, 20.0, 5.0, 4.0, 7.0])
+    assert found[:2] == pytest.approx([1 / (0.9 * 0.8), 1.0])
+    assert found[2:4] == pytest.approx([1 / (1 - (1 - shares[UP, HOST]) * 2 / 5), 1.0])
 
 
 def test_beside_copies_the_link_has_what_calibration_found_for_both_ways() -> None:

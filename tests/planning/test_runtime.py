@@ -20,7 +20,7 @@ from protrain.planning.rates import COPY_MS
 from protrain.planning.schedule import Fetches
 from protrain.planning.simulate import Run
 from protrain.planning.step import Steps
-from protrain.planning.timeline import DOWN, GPU, UP
+from protrain.planning.timeline import DOWN, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import DEVICE_UPDATE_MS, MACHINE, MOVE_MS, UPDATE_MS, N, chain, model_of, placed
 
@@ -174,12 +174,11 @@ def test_sums_in_host_memory_come_up_and_go_down_with_four_bytes_a_parameter() -
 def test_a_forward_begins_when_the_sums_of_the_batch_before_are_in_host_memory() -> None:
     profile = replace(chain(1.0, 1.0), accumulation=2)
     memory = MemoryModel(profile, MACHINE, pack(profile, N))
-    step = Steps(memory, only_adds=True).step((NONE,) * 4, placed(1, 2))
-    run = Run(step)
-    first, last_sum = (run.lanes[lane] for lane in (GPU, DOWN))
-    assert first.starts[run.first[GPU]] >= last_sum.ends[run.first[DOWN] - 1] > run.begin_ms
-    free = Run(step._replace(fetches_sums=False))
-    assert free.lanes[GPU].starts[free.first[GPU]] < free.lanes[DOWN].ends[free.first[DOWN] - 1]
+    run = Run(Steps(memory, only_adds=True), (NONE,) * 4, placed(1, 2))
+    times = list(zip(run.tasks, run.starts, run.ends, strict=True))
+    last_sum_ms = max(end for task, _, end in times[: run.first] if task[0] == DOWN)
+    forward_ms = next(start for task, start, _ in times[run.first :] if "forward" in task)
+    assert forward_ms == last_sum_ms > run.ends[run.begin]
 
 
 def test_the_papers_formula() -> None:

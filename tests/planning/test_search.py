@@ -16,7 +16,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import check, evaluate, search
 from protrain.planning.plan import Counts
 from protrain.planning.rates import slower_share, with_host
-from protrain.planning.simulate import Run, simulate
+from protrain.planning.simulate import Run
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, large_vocabulary, random_machine, random_profile, that_streams
 from tests.planning.machines import H100, judge_as_calibrated
@@ -52,10 +52,10 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
     simulated: list[Run] = []
 
     def count(*args: Any) -> Run:
-        simulated.append(simulate(*args))
+        simulated.append(Run(*args))
         return simulated[-1]
 
-    monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)
+    monkeypatch.setattr(sys.modules["protrain.planning.predict"], "Run", count)
     # Blocks as of GPT-2 40 B with 4 x 1,024 tokens.
     traced = make_profile(50, elements=768 * MIB, saved=1729 * MIB, ms=13.0)
     plan = search(traced, machine("80GiB", "700GiB"))
