@@ -192,7 +192,7 @@ class Answer(Record):
 
     def on_slower_host(self) -> str:
         """The step time on the slower host that plans are made for, as text; "" if no host is slower or has work."""
-        if not self._host_is_slower:
+        if self.slower_share >= 0.995:  # the host is slower by less than what is printed as 1%
             return ""
         slower, calibrated = format_ms(self.slower_ms), format_ms(self.fitting.step_ms)
         time = "the same" if slower == calibrated else slower
@@ -202,10 +202,6 @@ class Answer(Record):
     def slower_ms(self) -> float:
         """The step time on the slower host that plans are made for."""
         return self.times_ms["step on a slower host"]
-
-    @property
-    def _host_is_slower(self) -> bool:
-        return self.slower_share < 0.995  # by at least what is printed as 1%
 
     def memory_table(self) -> str:
         """Device and host memory by part."""
@@ -232,7 +228,7 @@ class Answer(Record):
     def knob_table(self) -> str:
         """The effect of each knob, one more and one less."""
         plan = self.fitting
-        slower = [f"host {1 - self.slower_share:.0%} slower"] if self._host_is_slower else []
+        slower = [f"host {1 - self.slower_share:.0%} slower"] if self.on_slower_host() else []
         rows = [["one more or less", "step time", *slower, "device", "host", ""]]
         for change in self.changes:
             at = int(getattr(plan, change.knob))

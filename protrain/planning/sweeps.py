@@ -61,8 +61,8 @@ def fastest_batches(
 ) -> list[int]:
     """The sizes of batches by which a GPU may take ``n_sequences`` in a step, the fastest first.
 
-    The batch begins with ``first`` sequences, and doubles, else halves, for as long as that is clearly faster. Speeds
-    are those of searches from one start.
+    From ``first`` sequences on, a batch doubles for as long as that is clearly faster, and another one halves. The
+    faster one of the two is chosen. Speeds are those of searches from one start.
 
     Args:
         profile_of: the profile of a batch of so many sequences.
@@ -84,11 +84,12 @@ def fastest_batches(
             speeds[batch] = plan.tokens_per_s
         return speeds.get(batch, 0.0)
 
-    first = batch = min(first, 1 << (n_sequences.bit_length() - 1))
-    while 2 * batch <= n_sequences and speed(2 * batch) > _CLEARLY * speed(batch):
-        batch *= 2
-    while 1 < batch <= first and speed(batch // 2) >= _CLEARLY * speed(batch):
-        batch //= 2
+    small = large = min(first, 1 << (n_sequences.bit_length() - 1))
+    while 2 * large <= n_sequences and speed(2 * large) > _CLEARLY * speed(large):
+        large *= 2
+    while small > 1 and speed(small // 2) >= _CLEARLY * speed(small):
+        small //= 2
+    batch = max(small, large, key=speed)
     return sorted(speeds, key=lambda tried: (tried != batch, -speeds[tried]))
 
 
