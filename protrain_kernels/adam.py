@@ -23,11 +23,13 @@ Moments in bf16 save 8 of these bytes.
 
 A speculative update must leave the old states as they are, because whether gradients must be clipped is known only when
 all of them are there. Then ``out`` is a second copy of the states, which takes their place later or is dropped. On the
-host that moves as many bytes, because stores go around the cache, which would first read what they overwrite.
+host that moves as many bytes, because stores go around the cache, which would first read what they overwrite. Where
+there is no memory for all of a copy, ``out`` is the new weight alone: 16 bytes a parameter, 12 with moments in bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -208,10 +210,8 @@ def check_adam(
     grad: torch.Tensor,
     gradient_factor: float,
     scale: torch.Tensor | None,
-    *,
-    anywhere: bool = False,
 ) -> None:
-    """ValueError unless ``adam`` can take these tensors. With ``anywhere`` they may lie on any devices."""
+    """ValueError unless ``adam`` can take these tensors."""
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
@@ -224,24 +224,29 @@ def check_adam(
     grad_dtypes = dict.fromkeys((weight.dtype, torch.float32))
     allowed: tuple[Any, ...] = MASTER_DTYPES, MOMENT_DTYPES, (exp_avg.dtype,), grad_dtypes, (master_dtype,)
     for name, tensor, dtypes in zip(_NAMES, tensors, allowed, strict=False):
-        device = tensor.device if anywhere else weight.device
-        check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
+        check_vector(name, tensor, dtypes=dtypes, device=weight.device, numel=numel)
         check_aligned(name, tensor)
     check_apart(dict(zip(_NAMES, tensors, strict=False)))
 
 
-def _check_output(out: AdamStates, states: AdamStates, grad: torch.Tensor) -> None:
-    """ValueError unless a step from checked ``states`` can write ``out``."""
+def _checked_output(
+    out: AdamStates | torch.Tensor, states: AdamStates, grad: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """The tensors that a step from checked ``states`` writes, in their order. ValueError if one does not fit."""
+    new = (out, None, None, None) if isinstance(out, torch.Tensor) else out
     apart = {"grad": grad}
-    for name, state, tensor in zip(AdamStates._fields, states, out, strict=True):
+    for name, state, tensor in zip(AdamStates._fields, states, new, strict=True):
         if state is None:
             continue
-        if tensor is None:
-            raise ValueError(f"out.{name} must be {state.dtype}, not None")
-        check_vector(f"out.{name}", tensor, dtypes=(state.dtype,), device=state.device, numel=state.numel())
-        check_aligned(f"out.{name}", tensor)
-        apart |= {name: state, f"out.{name}": tensor}
+        apart[name], new_name = state, f"out.{name}"
+        if tensor is not None:
+            check_vector(new_name, tensor, dtypes=(state.dtype,), device=state.device, numel=state.numel())
+            check_aligned(new_name, tensor)
+            apart[new_name] = tensor
+        elif new is out:
+            raise ValueError(f"{new_name} must be {state.dtype}, not None")
     check_apart(apart)
+    return new
 
 
 def adam(
@@ -255,7 +260,7 @@ def adam(
     gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,  # one float32
     threads: int = 0,
-    out: AdamStates | None = None,  # [n] each, written in place of the states
+    out: AdamStates | torch.Tensor | None = None,  # [n] each, written in place of the states
 ) -> None:
     """One Adam step, on the GPU with Triton or on host memory with C threads.
 
@@ -271,27 +276,27 @@ def adam(
         scale: one float32 on the same device that multiplies the rounded gradient (clipping, loss scale). The kernel
             reads it.
         threads: the number of host threads for CPU tensors; 0 means torch.get_num_threads().
-        out: where the new states are written, which leaves the old ones unchanged. The types, device and layout are
-            those of the states. None: the states are updated in place. Made for host memory: on a GPU the states are
-            copied first.
+        out: where the new states are written, which leaves the old ones unchanged; or a tensor for the new weight
+            alone. The types, device and layout are those of the states. None: the states are updated in place.
+            Made for host memory: on a GPU the states are copied first.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or two share memory.
     """
     check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, scale)
     states, numel = AdamStates(weight, master, exp_avg, exp_avg_sq), weight.numel()
-    if out is not None:
-        _check_output(out, states, grad)
+    new = None if out is None else _checked_output(out, states, grad)
     if numel == 0:
         return
     how: dict[str, Any] = {"gradient_factor": gradient_factor, "scale": scale}
-    if not weight.is_cuda and host_adam(states, grad, scalars, out, **how, threads=threads):
+    if not weight.is_cuda and host_adam(states, grad, scalars, new, **how, threads=threads):
         return
-    if out is not None:
-        for old, new in zip(states, out, strict=True):
-            if old is not None and new is not None:
-                new.copy_(old)
-        states = out
+    if new is not None:
+        copies: Any = [
+            old if old is None else old.clone() if target is None else target.copy_(old)
+            for old, target in zip(states, new, strict=True)
+        ]
+        states = AdamStates(*copies)
     if weight.is_cuda:
         launch_adam(*states, grad, scalars, **how)
         return

@@ -11,6 +11,7 @@ AdamW with the split master moves 26 bytes a parameter: weight, remainder, momen
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -34,18 +35,18 @@ def host_adam(
     states: AdamStates,
     grad: torch.Tensor,
     scalars: AdamScalars,
-    out: AdamStates | None,
+    new: Sequence[torch.Tensor | None] | None,
     *,
     gradient_factor: float,
     scale: torch.Tensor | None,
     threads: int,
 ) -> bool:
-    """``adam`` on checked CPU tensors: in place, or into ``out``."""
+    """``adam`` on checked CPU tensors: in place, or into those of ``new`` that are not None."""
     weight, master, exp_avg, exp_avg_sq = states
     if threads < 0:
         raise ValueError(f"threads must be 0 (as many as torch uses) or more, not {threads}")
     return _call(
-        "protrain_adam" if out is None else "protrain_adam_out_of_place",
+        "protrain_adam" if new is None else "protrain_adam_out_of_place",
         weight.data_ptr(),
         TYPE_CODES[weight.dtype],
         None if master is None else master.data_ptr(),
@@ -57,7 +58,7 @@ def host_adam(
         weight.numel(),
         _Scalars(*scalars, gradient_factor, 1.0 if scale is None else scale.item()),
         threads or torch.get_num_threads(),
-        *[None if tensor is None else tensor.data_ptr() for tensor in out or ()],
+        *[None if tensor is None else tensor.data_ptr() for tensor in new or ()],
     )
 
 

@@ -1,11 +1,10 @@
 """AdamW by the GPU on states that live in host memory: the formula and the bits of ``adam``.
 
-The states go through an ``AdamStaging`` area of the device, one piece after another in two or more slots. A piece is
-copied in on one stream, updated on another and copied out on a third, so that the three overlap.
+States and gradient go through an ``AdamStaging`` area of the device, one piece after another in two slots in turn. A
+piece is copied in on one stream, updated on another and copied out on a third, so that the three overlap.
 
-Bytes over the link a parameter, with bf16 weight, remainder, momentum and variance on the host and the gradient on the
-device: 12 in and 12 out at the same time, or 8 and 8 with moments in bf16. Weight and gradient may lie on either side.
-A weight on the device saves 2 each way, and a gradient on the host costs 2 in.
+Bytes over the link a parameter, with bf16 weight, remainder and gradient: 14 in and 12 out at the same time, or 10 and
+8 with moments in bf16.
 
 A kernel that reads and writes host memory itself is the faster way alone. Beside it, however, uploads took 38 ms where
 they took 15 ms beside copies, and matrix products ran at half their rate, so it is not used.
@@ -25,6 +24,7 @@ from protrain_kernels.adam import adam, check_adam, launch_adam
 from protrain_kernels.adam_types import AdamScalars
 from protrain_kernels.checks import ALIGNMENT_BYTES, PADDING, check_scalar
 
+_SLOTS = 2  # pieces in flight: one is copied in while the other is copied out
 _MOST_BYTES = 18  # a parameter: a float16 weight with everything else in float32
 
 
@@ -37,12 +37,11 @@ class AdamStaging:
     Args:
         device: where the updates run.
         size_bytes: device memory to take. Pieces of 8 to 64 MiB a tensor reach the full rate of a copy engine.
-        slots: how many pieces are in flight. Copies overlap with at least 2.
         upload: the stream of the copies to the device; made when None.
         download: the stream of the copies to the host; made when None.
 
     Raises:
-        ValueError: the size leaves no room for 128 parameters a slot, or there are no slots.
+        ValueError: the size leaves no room for 128 parameters a slot.
     """
 
     def __init__(
@@ -50,18 +49,13 @@ class AdamStaging:
         device: torch.device,
         *,
         size_bytes: int = 128 << 20,
-        slots: int = 2,
         upload: torch.cuda.Stream | None = None,
         download: torch.cuda.Stream | None = None,
     ) -> None:
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, not {slots}")
-        self.slot_bytes = size_bytes // slots // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.slot_bytes = size_bytes // _SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.slot_bytes < PADDING * _MOST_BYTES:
-            raise ValueError(
-                f"size_bytes is {size_bytes}: {slots} slots need {slots * PADDING * _MOST_BYTES} to hold anything"
-            )
-        self.memory = torch.empty(slots * self.slot_bytes, dtype=torch.uint8, device=device)
+            raise ValueError(f"size_bytes is {size_bytes}: it must be at least {_SLOTS * PADDING * _MOST_BYTES}")
+        self.memory = torch.empty(_SLOTS * self.slot_bytes, dtype=torch.uint8, device=device)
         self.device = self.memory.device  # with its index
         self.on_gpu = device.type == "cuda"
         self.upload: Any = torch.cuda.Stream(device) if self.on_gpu and upload is None else upload
@@ -99,43 +93,6 @@ def _on(stream: Any, *, after: Any, done: Any) -> Iterator[None]:
         done.record(stream)
 
 
-def run_pieces(
-    staging: AdamStaging,
-    tensors: dict[str, torch.Tensor],  # by the names of adam's arguments
-    update: Callable[..., None],  # takes them by name
-) -> torch.cuda.Event | None:
-    """Stream checked tensors through ``staging`` and ``update`` each piece. Returns the event after the last copy."""
-    compute = torch.cuda.current_stream(staging.device) if staging.on_gpu else None
-    if compute is not None:
-        staging.started.record(compute)  # the copies wait for what the current stream wrote so far
-        staging.upload.wait_event(staging.started)
-    # On the CPU all tensors are copied, as if the device were elsewhere.
-    away = [name for name, tensor in tensors.items() if not tensor.is_cuda or not staging.on_gpu]
-    numel, parameter_bytes = tensors["grad"].numel(), sum(tensors[name].element_size() for name in away)
-    step = staging.slot_bytes // parameter_bytes // PADDING * PADDING if away else max(1, numel)
-    for first in range(0, numel, step):
-        parts = {name: tensor[first : first + step] for name, tensor in tensors.items()}
-        slot, rooms, end = next(staging.slots), {}, 0
-        for name in away:
-            rooms[name] = slot.memory[end : end + parts[name].nbytes].view(parts[name].dtype)
-            end += parts[name].nbytes
-        with _on(staging.upload, after=slot.drained, done=slot.filled):
-            for name, room in rooms.items():
-                room.copy_(parts[name], non_blocking=True)
-        with _on(compute, after=slot.filled, done=slot.updated):
-            update(**(parts | rooms))
-        with _on(staging.download, after=slot.updated, done=slot.drained):
-            for name, room in rooms.items():
-                if name != "grad":
-                    parts[name].copy_(room, non_blocking=True)
-    if compute is None:
-        return None
-    done = torch.cuda.Event()
-    staging.download.wait_event(staging.started)
-    done.record(staging.download)
-    return done
-
-
 def streamed_adam(
     weight: torch.Tensor,  # [n] bfloat16, float16 or float32
     master: torch.Tensor | None,  # [n] int16, float32 or None
@@ -154,13 +111,13 @@ def streamed_adam(
     once the event of the call is reached.
 
     Args:
-        weight: as ``adam`` takes it. It lies on the device or in pinned host memory.
-        master: as ``adam`` takes it, on either side.
-        exp_avg: as ``adam`` takes it, on either side.
-        exp_avg_sq: as ``adam`` takes it, on either side.
-        grad: as ``adam`` takes it, on either side; unchanged.
+        weight: as ``adam`` takes it, in pinned host memory.
+        master: likewise.
+        exp_avg: likewise.
+        exp_avg_sq: likewise.
+        grad: likewise; unchanged.
         scalars: this step's constants.
-        staging: what the states are copied through.
+        staging: what the states and the gradient are copied through.
         gradient_factor: as ``adam`` takes it.
         scale: multiplies the rounded gradient.
 
@@ -171,18 +128,42 @@ def streamed_adam(
         ValueError: a tensor has the wrong type, device, layout or length, or is not pinned.
     """
     named = {"weight": weight, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-    given = {name: tensor for name, tensor in named.items() if tensor is not None}
-    for name, tensor in given.items():
-        if tensor.device == staging.device:
-            continue
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, and must be on {staging.device} or in pinned host memory")
-        if not tensor.is_pinned():
+    tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu" or (staging.on_gpu and not tensor.is_pinned()):
             raise ValueError(
-                f"{name} must be in pinned host memory for {staging.device} to reach it: pass its .pin_memory()"
+                f"{name} must be in pinned host memory for {staging.device} to reach it: pass its .cpu().pin_memory()"
             )
-    check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, None, anywhere=True)
+    check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, None)
     check_scalar("scale", scale, dtype=torch.float32, device=staging.device)
     step = launch_adam if staging.on_gpu else adam
-    update = functools.partial(step, scalars=scalars, gradient_factor=gradient_factor, scale=scale)
-    return run_pieces(staging, given, update if master is not None else functools.partial(update, master=None))
+    # Where there is a master, that of a piece takes the place of None.
+    update: Callable[..., None] = functools.partial(
+        step, master=None, scalars=scalars, gradient_factor=gradient_factor, scale=scale
+    )
+    compute = torch.cuda.current_stream(staging.device) if staging.on_gpu else None
+    if compute is not None:
+        staging.started.record(compute)  # the copies wait for what the current stream wrote so far
+        staging.upload.wait_event(staging.started)
+    length = staging.slot_bytes // sum(tensor.element_size() for tensor in tensors.values()) // PADDING * PADDING
+    for first in range(0, grad.numel(), length):
+        parts = {name: tensor[first : first + length] for name, tensor in tensors.items()}
+        slot, rooms, end = next(staging.slots), {}, 0
+        for name, part in parts.items():
+            rooms[name] = slot.memory[end : end + part.nbytes].view(part.dtype)
+            end += part.nbytes
+        with _on(staging.upload, after=slot.drained, done=slot.filled):
+            for name, room in rooms.items():
+                room.copy_(parts[name], non_blocking=True)
+        with _on(compute, after=slot.filled, done=slot.updated):
+            update(**rooms)
+        with _on(staging.download, after=slot.updated, done=slot.drained):
+            for name, room in rooms.items():
+                if name != "grad":
+                    parts[name].copy_(room, non_blocking=True)
+    if compute is None:
+        return None
+    done = torch.cuda.Event()
+    staging.download.wait_event(staging.started)
+    done.record(staging.download)
+    return done

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiny_models import VOCABULARY, config_of
+
 # Of this process, and of those that tests start: where threads of a loop wait for a core that another test has, small
 # operations take milliseconds.
 torch.set_num_threads(1)
@@ -27,80 +29,17 @@ os.environ["PROTRAIN_CACHE"] = "0"  # a test is of the code at hand
 
 ModelBuilder = Callable[..., torch.nn.Module]
 
-_VOCABULARY = 96
-
-
-def _config(family: str) -> object:
-    import transformers
-
-    llama = {
-        "vocab_size": _VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if family == "llama":
-        return transformers.LlamaConfig(**llama)
-    if family == "mistral":
-        return transformers.MistralConfig(**llama, sliding_window=None)
-    if family == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=_VOCABULARY,
-            n_embd=32,
-            n_layer=3,
-            n_head=4,
-            n_positions=64,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    if family == "opt":
-        return transformers.OPTConfig(
-            vocab_size=_VOCABULARY,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            dropout=0.0,
-            pad_token_id=1,
-            bos_token_id=2,
-            eos_token_id=2,
-        )
-    if family == "t5":
-        return transformers.T5Config(
-            vocab_size=_VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    raise ValueError(f"no tiny model of family {family!r}")
-
 
 @pytest.fixture(scope="session")
 def tiny_model() -> ModelBuilder:
     """``tiny_model(family, seed=0, words=96)``: a small transformers gpt2, opt, llama, mistral or t5 in fp32."""
     transformers = pytest.importorskip("transformers")
 
-    def build(family: str, seed: int = 0, words: int = _VOCABULARY) -> torch.nn.Module:
+    def build(family: str, seed: int = 0, words: int = VOCABULARY) -> torch.nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-            config: Any = _config(family)
+            config = config_of(family)
             config.vocab_size = words
             model: torch.nn.Module = kind.from_config(config)
         return model
@@ -143,7 +82,7 @@ def tiny_batch() -> Callable[..., dict[str, torch.Tensor]]:
 
     def build(seed: int = 0, batch: int = 2, sequence: int = 16) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(3, _VOCABULARY, (batch, sequence), generator=generator)
+        tokens = torch.randint(3, VOCABULARY, (batch, sequence), generator=generator)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     return build

@@ -19,15 +19,15 @@ pytestmark = ON_HOST
 
 SHAPES = ("gpt2-10b", "llama2-13b")
 FUSED = "torch.optim fused AdamW and copies"
-LINK_BYTES = 24  # a parameter: weight, remainder and moments up and down; the gradient is on the GPU
+LINK_BYTES = 26  # a parameter: weight, remainder and moments up and down, and the gradient up
 _STAGING_BYTES = {True: 512 << 20, False: 1 << 16}  # by whether the sizes are whole
 
 
 class StreamedStep:
-    """A step by the GPU on ``states``: in pinned host memory, and the gradient where a backward leaves it."""
+    """A step by the GPU on ``states`` in pinned host memory."""
 
     def __init__(self, states: States, device: torch.device, *, staging_bytes: int) -> None:
-        self._states, self._staging = states, AdamStaging(device, size_bytes=staging_bytes, slots=4)
+        self._states, self._staging = states, AdamStaging(device, size_bytes=staging_bytes)
 
     def __call__(self) -> None:
         """Queue an update of all; the current stream waits for its end."""
@@ -51,7 +51,7 @@ class CopiedStep:
     def __call__(self) -> None:
         here, there = self._states, self._there
         pairs = [(here.master, there.master), (here.exp_avg, there.exp_avg), (here.exp_avg_sq, there.exp_avg_sq)]
-        for host, device in pairs:
+        for host, device in [*pairs, (here.grad, there.grad)]:
             assert host is not None
             assert device is not None
             device.copy_(host, non_blocking=True)
@@ -68,12 +68,10 @@ class CopiedStep:
 @pytest.mark.parametrize("implementation", [OURS, EAGER, FUSED])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_streamed_adam(recorder: Recorder, shape: str, implementation: str) -> None:
-    """States on the host, the gradient on the GPU."""
+    """States and gradient on the host."""
     ours, device = implementation == OURS, recorder.device
     elements, arena = chunk_elements(shape, whole=recorder.timed), Arena(device)
-    drawn = States.random(elements, torch.bfloat16, device, split_master=ours)
-    states = drawn.on_host(arena)
-    states.grad = drawn.grad
+    states = States.random(elements, torch.bfloat16, device, split_master=ours).on_host(arena)
     run = (
         StreamedStep(states, device, staging_bytes=_STAGING_BYTES[recorder.timed])
         if ours

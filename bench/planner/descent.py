@@ -95,6 +95,8 @@ def _neighbours(
                     changed = changed._replace(n_speculate=changed.n_speculate - 1)
                 else:
                     changed = changed._replace(n_buffer=changed.n_buffer - 1)
+                n_weight_only = min(changed.n_weight_only, max(0, changed.n_speculate))
+                changed = changed._replace(n_weight_only=n_weight_only)
             enough = changed.n_buffer >= models.memory.least_buffers[changed.n_persist]
             if enough and changed.n_speculate >= 0:
                 yield models.plan(changed)

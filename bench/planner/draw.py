@@ -49,8 +49,9 @@ def draw(
         if runtime.steps.speculates:
             swapped_bytes = memory.activations(models.modes(counts)).swapped_bytes
             wanted = generator.choice([0, models.n_chunks, generator.randint(0, models.n_chunks)])
-            n_speculate = memory.speculation(n_persist, wanted, swapped_bytes, counts.n_device_sum)
-            counts = counts._replace(n_speculate=n_speculate)
+            n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes, counts.n_device_sum)
+            n_weight_only = generator.choice([least, generator.randint(least, n_speculate)])
+            counts = counts._replace(n_speculate=n_speculate, n_weight_only=n_weight_only)
         modes = models.modes(counts)
         on_device = models.memory.device_bytes(counts, modes) <= hardware.device_bytes
         if on_device and models.memory.host_bytes(counts, modes) <= hardware.host_bytes:

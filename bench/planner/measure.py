@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -43,14 +43,6 @@ class Point(Record):
     early_updates: int = 0  # speculative updates in all steps, with those before the timed ones
     redone_updates: int = 0  # how many of them were redone
     error: str = ""
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """The point in ``data``. A plan of an earlier version that could not be made today is its error."""
-        plan = dict(data["plan"])
-        n_weight_only = plan.pop("n_weight_only", 0)
-        gone = f"the plan is of an earlier version, with n_weight_only={n_weight_only}"
-        return super().from_dict({**data, "plan": plan, "error": gone if n_weight_only else data.get("error", "")})
 
     @property
     def median_ms(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -47,12 +47,6 @@ class Outcome(Record):
     host_available_bytes: int = 0  # of the machine, when the worker started; 0: none was started
     config: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None  # ProTrain's
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """The outcome in ``data``. An integer that plans had in earlier versions is left out."""
-        plan = data.get("plan") and {name: value for name, value in data["plan"].items() if name != "n_weight_only"}
-        return super().from_dict({**data, "plan": plan})
 
     @property
     def failure(self) -> str:

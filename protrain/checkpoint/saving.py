@@ -251,23 +251,17 @@ def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | St
     """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
     first = ranks.rank == 0
     with save.close:
-        try:
-            with raised_on_all(ranks):
-                own = write_parameters(save.scratch, parts, ranks)
-            written = ranks.all_values(own)
-            step = max(step for _, step in written)
-            target = save.root / f"{save.serial:05d}-step-{step}"
-            with raised_on_all(ranks):
-                if first:
-                    for files, _ in written:
-                        save.manifest["files"] |= files
-                    write_manifest(save.scratch, {**save.manifest, "step": step})
-                    put_in_place(save.scratch, target)
-        except FileNotFoundError as error:
-            raise OSError(
-                f"{save.scratch} was deleted while it was written, as by another process that saves to {save.root}: "
-                "give each run a folder of its own"
-            ) from error
+        with raised_on_all(ranks):
+            own = write_parameters(save.scratch, parts, ranks)
+        written = ranks.all_values(own)
+        step = max(step for _, step in written)
+        target = save.root / f"{save.serial:05d}-step-{step}"
+        with raised_on_all(ranks):
+            if first:
+                for files, _ in written:
+                    save.manifest["files"] |= files
+                write_manifest(save.scratch, {**save.manifest, "step": step})
+                put_in_place(save.scratch, target)
         with raised_on_all(ranks):
             if first:
                 save.of_run.append(target)

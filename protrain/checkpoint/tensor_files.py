@@ -89,7 +89,6 @@ def write_tensors(path: Path, tensors: Mapping[str, _Content]) -> dict[str, int]
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
     crc32 = 0
-    path.touch()
     try:
         with open(path, "wb") as file:
             for piece in chain((start,), *(_pieces(tensors[key]) for key in ordered)):

@@ -8,8 +8,8 @@ end it later or train on something else than is meant.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import transformers
 import trl
-from filelock import FileLock, Timeout
 from trl.trainer import dpo_trainer
 
 import protrain
+from protrain.checkpoint.tensor_files import used_alone
 from protrain.cli.models import read_architecture
 from protrain.cli.train_data import PackedRows, keeps_rows_apart, read_data
 from protrain.common.cache import on_disk
@@ -190,6 +190,7 @@ def train(options: Options) -> None:
 
     Raises:
         ValueError: model, data or folder do not fit the options.
+        OSError: another process trains in the folder.
         KeyboardInterrupt: Ctrl-C has ended the training, which is saved.
         SystemExit: another signal has.
     """
@@ -209,7 +210,8 @@ def train(options: Options) -> None:
             )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         rows, evaluation = read_data(options, tokenizer)
-    with _locked(folder) if first else nullcontext():
+    folder.mkdir(parents=True, exist_ok=True)
+    with used_alone(folder, "wait for it, or give another --output_dir") if first else nullcontext():
         transformers.utils.logging.disable_progress_bar()  # of each save; those of the training are the Trainer's
         transformers.set_seed(training.seed)  # that of an adapter's start values
         try:
@@ -229,17 +231,6 @@ def train(options: Options) -> None:
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         note(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other trainings out of ``folder``. The lock of a killed process ends by itself."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ValueError(f"another process trains in {folder}: wait for it, or give another --output_dir") from None
 
 
 def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any, evaluation: Any) -> Any:

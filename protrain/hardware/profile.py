@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -12,7 +11,7 @@ from protrain.common.records import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Contention(Record):
-    """The share of its own rate that each activity keeps while all of them run: 0.5 is half as fast as alone.
+    """The share of its own rate that each of two activities keeps while both run: 0.5 is half as fast as alone.
 
     Activities are "h2d" and "d2h" (copies in large pieces), "host_adam", "matmul", "streamed_adam" (the device on
     states in host memory) and "collective" (what ranks gather and exchange in turn).
@@ -30,7 +29,7 @@ class Contention(Record):
 
 
 RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
-_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "narrow_", "p20_"))
+_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
 # 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
@@ -68,6 +67,7 @@ class HardwareProfile(Record):
     source: str
     # Only calibration knows the following figures.
     host_adam_threads: int | None = None  # the fewest threads that reach host_adam_gparams
+    host_adam_weight_gparams: float | None = None  # where an update makes only the new weight
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
     streamed_adam_gparams: float | None = None  # the device on states in host memory
@@ -212,19 +212,12 @@ class HardwareProfile(Record):
         slowed: dict[str, Any] = {name: gbps for name, gbps in over_network.items() if gbps < inside[name]}
         return slowed | {"composed": tuple(dict.fromkeys((*self.composed, *slowed)))}
 
-    def share(self, activity: str, beside: Collection[str]) -> float:
-        """The share of its rate that ``activity`` keeps while those ``beside`` it run too: 1 where nothing is known.
-
-        The result is the smallest share in any measured group that contains only these activities, because running
-        beside more activities makes nothing faster.
-        """
-        present = {activity, *beside}
-        shares = [
-            group.shares[group.activities.index(activity)]
-            for group in self.contention
-            if activity in group.activities and present.issuperset(group.activities)
-        ]
-        return min(shares, default=1.0)
+    def share(self, activity: str, other: str) -> float:
+        """The share of its rate that ``activity`` keeps while the ``other`` one runs too: 1 where nothing is known."""
+        for pair in self.contention:
+            if set(pair.activities) == {activity, other}:
+                return pair.shares[pair.activities.index(activity)]
+        return 1.0
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows of the printed table: the known values that the planner reads."""

@@ -257,6 +257,8 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
         """Evaluate. A model that is to be trained is wrapped before, as it need not fit the device whole."""
         if self.train_dataset is not None:
             self.create_optimizer()
+            # Where there is no model, the Trainer prepares one and logs how long that took.
+            self.accelerator._models = self.accelerator._models or [self.model]
         elif self.optimizer is None:
             super()._move_model_to_device(self.model, self.args.device)
         return super().evaluation_loop(*args, **kwargs)

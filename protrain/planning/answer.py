@@ -99,7 +99,7 @@ def _collectives(hardware: HardwareProfile) -> dict[str, str]:
             ("reductions", "all_to_all_gbps", hardware.all_to_all_gbps, hardware.d2h_gbps),
         )
     }
-    if (kept := hardware.share("matmul", ["collective"])) < 1:
+    if (kept := hardware.share("matmul", "collective")) < 1:
         known = "measured" if hardware.source == "measured" else "composed"
         said["computing beside them"] = f"{kept:.0%} ({known})"
     return said

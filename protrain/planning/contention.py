@@ -44,8 +44,8 @@ def lost_to_collectives(hardware: HardwareProfile) -> float:
     A kernel of a collective occupies some of the GPU's processors. Beside computing it also lasts longer than alone,
     and computing loses a share of its rate for all of that time.
     """
-    lost = max(0.0, 1.0 - hardware.share("matmul", ["collective"]))
-    return lost / max(_LEAST, hardware.share("collective", ["matmul"]))
+    lost = max(0.0, 1.0 - hardware.share("matmul", "collective"))
+    return lost / max(_LEAST, hardware.share("collective", "matmul"))
 
 
 def shares_kept(hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps: tuple[float, float]) -> Shares:
@@ -62,7 +62,7 @@ def shares_kept(hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps:
     def known(lane: int, other: int) -> float:
         """The calibrated share. If there is none, copies share the link, and the host's DRAM with its optimizer."""
         if hardware.knows_contention:
-            return hardware.share(_ACTIVITIES[lane], [_ACTIVITIES[other]])
+            return hardware.share(_ACTIVITIES[lane], _ACTIVITIES[other])
         if lane == HOST and other in alone_gbps:
             return (hardware.host_dram_gbps - alone_gbps[other]) / host_adam_gbps
         if lane in alone_gbps and other == HOST:

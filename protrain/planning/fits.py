@@ -39,6 +39,7 @@ def evaluate(
     n_ckpt: int,
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
+    n_weight_only: int = 0,
     n_device_sum: int = 0,
     stream: bool | None = None,
     keep_attention: bool = False,
@@ -62,7 +63,7 @@ def evaluate(
         keep_attention=keep_attention,
         stream=stream,
     )
-    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_device_sum)
+    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_device_sum)
     check_counts(counts, models)
     plan = models.plan(counts)
     _check_fits(models, plan)

@@ -18,7 +18,7 @@ are as many regions as are needed. In host memory there are as many as fit, sinc
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -194,14 +194,15 @@ class MemoryModel:
 
     def host_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
         """The parts of the host memory, by name."""
-        n_persist, element_bytes = counts.n_persist, self.profile.element_bytes
-        swapped_bytes = self.activations(modes).swapped_bytes
+        n_persist, swapped_bytes = counts.n_persist, self.activations(modes).swapped_bytes
         sizes = zip(modes, self._swapped_bytes, strict=True)
         offloaded = sum(input_bytes for mode, (_, input_bytes) in sizes if mode is BlockMode.CKPT_SWAP)
         attention = "" if all(block.recomputes_attention for block in self.profile.blocks) else ", and attention"
         away_bytes = self._state_bytes[-1] - self._state_bytes[n_persist]
-        trained_bytes = (self._trained[-1] - self._trained[n_persist]) * element_bytes
-        optimizer_bytes = self.copy_bytes(n_persist, len(self.layout.chunks) - n_persist) - trained_bytes
+        # All states are what second copies of all of them would take, and weights what copies of these would.
+        n_away, n_weight_only = len(self.layout.chunks) - n_persist, counts.n_weight_only
+        optimizer_bytes = self.copy_bytes(n_persist, n_away) - self.copy_bytes(n_persist, n_away, n_away)
+        n_whole = counts.n_speculate - n_weight_only
         n_regions = self.n_host_regions(n_persist, swapped_bytes)
         parts = {
             "weights": away_bytes - optimizer_bytes,
@@ -213,7 +214,8 @@ class MemoryModel:
         optional = {
             "sums of gradients": self.host_sum_bytes(n_persist, counts.n_device_sum),
             f"offloaded inputs of recomputed blocks{attention}": offloaded,
-            "second copies for speculative updates": self.copy_bytes(n_persist, counts.n_speculate),
+            "second weights for speculative updates": self.copy_bytes(n_persist, n_weight_only, n_weight_only),
+            "second copies for speculative updates": self.copy_bytes(n_persist + n_weight_only, n_whole),
         }
         parts |= {name: size for name, size in optional.items() if size}
         return {**parts, "other": self.partial_bytes + _HOST_SMALL_BYTES}
@@ -228,15 +230,30 @@ class MemoryModel:
         states_bytes += self.host_sum_bytes(n_persist, n_device_sum) + self._finished_bytes(n_persist, n_device_sum)
         return states_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
-    def copy_bytes(self, n_persist: int, n_speculate: int) -> int:
-        """Bytes of the second copies of states that speculative updates write."""
-        return self._copy_bytes[n_persist + n_speculate] - self._copy_bytes[n_persist]
+    def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
+        """Bytes of the second copies that speculative updates write. The first ``n_weight_only`` are weights alone."""
+        whole = n_persist + n_weight_only
+        weights_bytes = self.profile.element_bytes * (self._trained[whole] - self._trained[n_persist])
+        return weights_bytes + self._copy_bytes[n_persist + n_speculate] - self._copy_bytes[whole]
 
-    def speculation(self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
-        """The number of speculative updates: at most ``n_speculate``, and as many as host memory has room for."""
+    def speculation(
+        self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0
+    ) -> tuple[int, int]:
+        """(n_speculate, n_weight_only): at most ``n_speculate`` updates, as many as host memory has room for.
+
+        The host computes an update of the weight alone twice, so there are as few of them as possible: those of the
+        first chunks in execution order. Their gradients arrive last, when the end of backward is near, and the next
+        forward needs them first. Their next gradients arrive last again, which leaves the host the most time for the
+        states.
+        """
         room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes, n_device_sum)
-        fit = bisect_right(self._copy_bytes, self._copy_bytes[n_persist] + room_bytes) - 1 - n_persist
-        return max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
+        room = room_bytes // self.profile.element_bytes  # for second weights
+        fit = bisect_right(self._trained, self._trained[n_persist] + room) - 1 - n_persist
+        n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
+        n_weight_only = bisect_left(
+            range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes
+        )
+        return n_speculate, n_weight_only
 
     def _activations_of(self, modes: Modes) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""

@@ -56,6 +56,7 @@ class Counts(NamedTuple):
     n_ckpt: int  # blocks that are recomputed
     n_ckpt_swap: int = 0  # blocks among n_ckpt whose inputs are offloaded
     n_speculate: int = 0  # chunks with speculative updates: the first after the persistent ones
+    n_weight_only: int = 0  # the first of n_speculate, whose speculative update computes only the weight
     n_device_sum: int = 0  # chunks in host memory whose sums of several backwards are on the device
 
 
@@ -89,6 +90,7 @@ class Plan(Record):
     n_ckpt_swap: int = 0
     keep_attention: bool = False  # recomputed blocks keep the outputs of attention beside their inputs
     n_speculate: int = 0
+    n_weight_only: int = 0
     n_device_sum: int = 0
     stream: bool = False  # the GPU may update chunks in host memory, and has staging for their states
     # How many regions the gradients of persistent chunks share, and those of chunks in host memory. 0: every chunk has
@@ -118,6 +120,7 @@ class Plan(Record):
             + (f" n_ckpt_swap={self.n_ckpt_swap}" if self.n_ckpt_swap else "")
             + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
+            + (f" n_weight_only={self.n_weight_only}" if self.n_weight_only else "")
             + (f" n_device_sum={self.n_device_sum}" if self.n_device_sum else "")
             + (" stream" if self.stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")

@@ -60,6 +60,7 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
         "n_speculate": Range(0, 0, "with step_during_backward=True no update waits for step()")
         if memory.step_during_backward
         else Range(0, offloaded, speculates),
+        "n_weight_only": Range(0, counts.n_speculate, "no other update is speculative"),
         "n_device_sum": Range(0, offloaded, sums) if memory.accumulates else Range(0, 0, "a step has one backward()"),
     }
 
@@ -73,12 +74,16 @@ def check_counts(counts: Counts, models: Models) -> None:
 
 
 def within(wanted: Counts, models: Models) -> Counts:
-    """``wanted`` with every integer in its range."""
+    """``wanted`` with every integer in its range, and with as few whole second copies as host memory has room for."""
     counts = wanted
     for name in Counts._fields:  # each depends on those before it alone
         allowed = ranges(counts, models)[name]
         counts = counts._replace(**{name: allowed.nearest(getattr(counts, name))})
-    return counts
+    swapped_bytes = models.memory.activations(models.modes(counts)).swapped_bytes
+    n_speculate = counts.n_speculate
+    fit, least = models.memory.speculation(counts.n_persist, n_speculate, swapped_bytes, counts.n_device_sum)
+    least = least if fit == n_speculate else n_speculate
+    return counts._replace(n_weight_only=max(counts.n_weight_only, least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,8 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
             wanted = counts._replace(**{knob: getattr(counts, knob) + step})
             impossible = ranges(wanted, models)[knob].why_not(getattr(wanted, knob))
             changed = wanted if impossible else within(wanted, models)
+            if knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
+                impossible = "host memory has no room for another whole second copy"
             yield Change(knob=knob, step=step, counts=changed, impossible=impossible)
 
 

@@ -324,10 +324,11 @@ def slower_share(hardware: HardwareProfile) -> float:
 
 def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:
     """``hardware`` with a host that updates at ``share`` of its rate."""
-    narrow = hardware.host_adam_narrow_gparams
+    weights, narrow = hardware.host_adam_weight_gparams, hardware.host_adam_narrow_gparams
     return replace(
         hardware,
         host_adam_gparams=hardware.host_adam_gparams * share,
+        host_adam_weight_gparams=None if weights is None else weights * share,
         host_adam_narrow_gparams=None if narrow is None else narrow * share,
     )
 

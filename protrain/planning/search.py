@@ -9,12 +9,13 @@ order, so the search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
 So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers hardly ever
-make a step slower, so a plan has all that fit.
+make a step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room
+for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
-(``protrain.planning.rates``), plus a share of that time for attention that is kept, and for what is moved. The
-small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins, since a transfer may be
-late.
+(``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory:
+``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
+since a transfer may be late.
 
 If the whole training fits on the device, another plan must save ``_MOVING_MUST_GAIN``. An update on the host saves at
 most about the bandwidth of the host's memory divided by that of the device's, 4% to 5% on an H100. It can cost far
@@ -43,7 +44,7 @@ from protrain.planning.segments import Bytes
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
-_KEEPING_MUST_GAIN = 0.01
+_MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _MOVING_MUST_GAIN = 0.05
 _PER_CHUNK = {
     "n_persist": -0.005,
@@ -65,6 +66,7 @@ _DIRECTIONS = [
         {"n_persist": 1, "n_ckpt": 1},
         {"n_persist": 1, "n_ckpt": 1, "n_speculate": -1},
         {"n_swap": 1, "n_ckpt": -1},
+        {"n_speculate": 1, "n_weight_only": 1},
     )
     for sign in (1, -1)
 ]
@@ -153,8 +155,9 @@ class _Search:
             n_persist = fitting[place]
             away = _spread(n_chunks - n_persist, n_values)
             sums = _spread(n_chunks - n_persist, 3) if models.memory.accumulates else [0]
-            for n_swap, n_ckpt, n_speculate, n_sum in product(blocks, blocks, away, sums):
-                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_sum)
+            updates = [(n_speculate, n) for n_speculate in away for n in sorted({0, n_speculate})]
+            for n_swap, n_ckpt, (n_speculate, n_weight_only), n_sum in product(blocks, blocks, updates, sums):
+                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_sum)
                 if counts := self._fitted(False, wanted):
                     limit_ms = best[-1].score_ms if len(best) == _STARTS else inf
                     best = sorted({*best, self._scored(False, counts, limit_ms)})[:_STARTS]
@@ -186,8 +189,9 @@ class _Search:
             return None
         n_ckpt_swap = int(np.argmax(n_buffer >= min(enough, most)))  # the fewest
         n_speculate = allowed["n_speculate"].nearest(wanted.n_speculate) if models.runtime.steps.speculates else 0
-        n_speculate = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
-        return Counts(n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_sum)
+        n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
+        n_weight_only, buffers = min(max(wanted.n_weight_only, least), n_speculate), int(n_buffer[n_ckpt_swap])
+        return Counts(n_persist, buffers, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)
 
     def _roomy_of(
         self, keeps: bool, enough: int, n_persist: int, n_device_sum: int, n_swap: int, least_ckpt: int, most_ckpt: int
@@ -248,8 +252,8 @@ def _moved(counts: Counts, direction: dict[str, int], step: int) -> Counts:
 
 def _share(counts: Counts, models: Models) -> float:
     """The factor on the mean step time: see [Note: what a plan is judged by]."""
-    used = counts._asdict()
-    share = 1.0 + _KEEPING_MUST_GAIN * models.keep_attention
+    used = {**counts._asdict(), "keep_attention": models.keep_attention}
+    share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
     if counts.n_persist < models.n_chunks or counts.n_ckpt or counts.n_swap:
         share += _MOVING_MUST_GAIN
     share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / max(1, models.n_chunks)

@@ -25,6 +25,13 @@ frees one: the update of the chunk whose gradient has been complete for the long
 was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are awaited does
 not depend on how long anything takes. The host makes awaited updates before all others.
 
+[Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
+update. The chunk's other states are updated later ("deferred"), when the host has finished every update that the next
+forward waits for. They must be updated before the chunk's next gradient arrives: the engine issues nothing until then,
+as in [Note: waiting for regions]. So the host makes deferred updates in the order in which gradients arrive. They must
+end before the next speculative updates begin, as the host does one after the other. A speculative update that does not
+begin before backward ends is made as one whole update, and none of it is deferred.
+
 [Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
 transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
 issued, so the script sees that number when all sums of the backward before are in host memory, and forward begins then.
@@ -83,6 +90,7 @@ class Run:
         # By chunk, the task after which the weight in host memory is updated, the GPU has read its buffer (the last,
         # index -1, is an empty buffer), the weight is in its buffer, and the gradient is in host memory.
         self._updated, self._released, self._loaded, self._offloaded = ([BEGIN] * (n_chunks + 1) for _ in range(4))
+        self._followed = [BEGIN] * n_chunks  # by chunk: after it the other states have followed the weight
         # By staging buffer: after it its gradient is offloaded (the last, index -1, is none), or reduced.
         self._drained, self._sent = ([BEGIN] * (STAGING_BUFFERS + 2) for _ in range(2))
         self._swapped_out = [BEGIN] * len(costs)  # by unit: after it the activations are in host memory
@@ -190,38 +198,45 @@ class Run:
         chunk, staging, sent = gradient.chunk, gradient.staging, gradient.sent
         room = self._drained[staging] if sent < 0 else self._sent[sent]
         there = self._do(GPU, gradient.flatten_ms, (room,), "flatten", chunk)
-        region = sum_there = BEGIN
+        free, sum_there = self._followed[chunk], BEGIN  # after ``free`` updates have read its host memory
         if gradient.number in self._awaited:  # see [Note: waiting for regions]
             awaited, update_ms = self._awaited[gradient.number]
-            region = self._do(HOST, update_ms, (self._offloaded[awaited],), "speculative update", awaited)
+            free = self._do(HOST, update_ms, (self._offloaded[awaited],), "speculative update", awaited)
         if gradient.sum_up_ms is not None:
-            needs = there, self._drained[staging], self._offloaded[chunk]
+            needs = [there, self._drained[staging], self._offloaded[chunk], free]
             sum_there = self._do(UP, gradient.sum_up_ms, needs, "sum", chunk)
         if gradient.reduce_ms:  # see [Note: collectives]
-            needs = there, self._drained[staging], sum_there
+            needs = [there, self._drained[staging], sum_there]
             there = self._sent[sent] = self._do(REDUCE, gradient.reduce_ms, needs, "reduce", chunk)
             self._beside_ms += gradient.reduce_ms
         if staging >= 0:  # a sum comes and goes in parts, each of which goes down while the next one comes up
-            offloaded = self._do(DOWN, gradient.offload_ms, (there, region), "gradients", chunk, beside=sum_there)
+            offloaded = self._do(DOWN, gradient.offload_ms, (there, free), "gradients", chunk, beside=sum_there)
             self._drained[staging] = self._offloaded[chunk] = offloaded
-            self._wait(GPU, region)  # until then the engine issues nothing
-            self._wait(UP, region)
+            self._wait(GPU, free)  # until then the engine issues nothing
+            self._wait(UP, free)
 
     def _choose(self, updates: Updates) -> None:
         """Choose when and where ``updates`` are made, by the times of the first backward. Later ones do the same."""
-        steps, first = self._steps, self._counts.n_persist + self._counts.n_speculate
+        steps, counts = self._steps, self._counts
+        first, whole = counts.n_persist + counts.n_speculate, counts.n_persist + counts.n_weight_only
         _, ends = times(self.tasks)
         over, free = ends[self._last[GPU]], ends[self._last[HOST]]
         # The updates inside backward that begin before it is over, in the order in which gradients arrive.
         self._in_time: list[tuple[int, float]] = []
+        self._deferred: dict[int, float] = {}  # of those that compute only the weight, the whole updates
         for chunk, ms in reversed(updates):
             if chunk < first or steps.in_backward:
                 start = max(free, ends[self._offloaded[chunk]])
                 if start >= over:
                     break
-                free = start + ms
-                self._in_time.append((chunk, ms))
-        after = [update for update in updates if update not in self._in_time]
+                early_ms = ms
+                if chunk < whole:
+                    self._deferred[chunk] = ms
+                    early_ms *= steps.weight_share
+                free = start + early_ms
+                self._in_time.append((chunk, early_ms))
+        early = dict(self._in_time)
+        after = [update for update in updates if update[0] not in early]
         # The engine also lets the GPU redo a speculative update. A plan does not count on that, as it is help for steps
         # that are not as the plan foresees them.
         streamed_ms = {chunk: ms for chunk, ms in steps.streamed_ms.items() if chunk >= first}
@@ -234,13 +249,16 @@ class Run:
         over, updated = self._last[GPU], self._updated  # backward is over, and the norm is known
         # Updates inside backward take effect when the norm is known and none of them runs any more.
         for chunk, ms in self._in_time:
-            self._do(HOST, ms, (self._offloaded[chunk],), "speculative update", chunk)
+            kind = "speculative weight" if chunk in self._deferred else "speculative update"
+            self._do(HOST, ms, (self._offloaded[chunk],), kind, chunk)
         settled = self._do(HOST, 0.0, (over,), "wait", "")
         for chunk, _ in (*self._in_time, *self._awaited.values()):
             updated[chunk] = settled
         for lane, updates in ((HOST, self._after), (STREAM, self._streamed)):
             for chunk, ms in updates:
                 updated[chunk] = self._do(lane, ms, (over, self._offloaded[chunk]), "update", chunk)
+        for chunk, ms in self._deferred.items():
+            self._followed[chunk] = self._do(HOST, ms, (over,), "deferred update", chunk)
         for chunk, ms in self._by_gpu:
             updated[chunk] = self._do(GPU, ms, (), "update", chunk)
 

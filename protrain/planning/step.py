@@ -23,6 +23,7 @@ from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Modes
 from protrain.planning.rates import (
+    CALIBRATED_DTYPE,
     GradientPart,
     ModeCosts,
     bytes_ms,
@@ -32,6 +33,7 @@ from protrain.planning.rates import (
     gradients_by_visit,
     host_update_gparams,
     moved_bytes,
+    read_bytes,
     staging_bytes,
     streamed_rates,
     swap_costs,
@@ -144,6 +146,13 @@ class Steps:
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in updates]
         self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
+        # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
+        # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
+        self.weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
+        if hardware.host_adam_weight_gparams is not None:
+            measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
+            counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
+            self.weight_share = min(1.0, self.weight_share * (measured / counted))
         starts = list(accumulate(forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(held) - 1, -1, -1) for chunk in held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.

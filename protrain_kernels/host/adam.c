@@ -70,7 +70,8 @@ static inline void written_out(void) {
 #endif
 }
 
-/* protrain_adam out of place: it leaves the old states as they are and writes the new ones elsewhere. */
+/* protrain_adam out of place: it leaves the old states as they are and writes the new ones elsewhere. new_master, or
+   both new moments, may be NULL where they are not wanted. */
 void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void *master, const void *exp_avg,
                                 const void *exp_avg_sq, int moment_dtype, const void *grad, int grad_dtype,
                                 int64_t count, const adam_scalars *scalars, int threads, void *new_weight,
@@ -83,8 +84,8 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
         for (int64_t block = 0; block < blocks; block++) {
             const int64_t first = block * PART, n = MIN(PART, count - first);
             pair_block new;
-            if (adam_pairs(weight, weight_dtype, master, exp_avg, exp_avg_sq, moment_dtype, grad, grad_dtype, first, n,
-                           s, &new)) {
+            if (new_exp_avg && adam_pairs(weight, weight_dtype, master, exp_avg, exp_avg_sq, moment_dtype, grad,
+                                          grad_dtype, first, n, s, &new)) {
                 write_out((uint16_t *)new_weight + first, new.weight, n * 2);
                 write_out((int16_t *)new_master + first, new.remainder, n * 2);
                 write_out((uint16_t *)new_exp_avg + first, new.exp_avg, n * 2);
@@ -106,10 +107,10 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
                 adam_block_to(old, g, old_m, old_v, p, m, v, n, s, 1);
             else
                 adam_block_to(old, g, old_m, old_v, p, m, v, n, s, 0);
-            if (moment_dtype == FP32) {
+            if (new_exp_avg && moment_dtype == FP32) {
                 write_out((float *)new_exp_avg + first, m, n * 4);
                 write_out((float *)new_exp_avg_sq + first, v, n * 4);
-            } else {
+            } else if (new_exp_avg) {
                 round_moments(m, v, n, s.step, half_m, half_v);
                 write_out((uint16_t *)new_exp_avg + first, half_m, n * 2);
                 write_out((uint16_t *)new_exp_avg_sq + first, half_v, n * 2);
@@ -120,10 +121,10 @@ void protrain_adam_out_of_place(const void *weight, int weight_dtype, const void
             }
             if (weight_dtype == BF16) {
                 split_block(p, n, half, remainder);
-                write_out((int16_t *)new_master + first, remainder, n * 2);
+                if (new_master) write_out((int16_t *)new_master + first, remainder, n * 2);
             } else {
                 narrow_halves(p, n, half);
-                write_out((float *)new_master + first, p, n * 4);
+                if (new_master) write_out((float *)new_master + first, p, n * 4);
             }
             write_out((uint16_t *)new_weight + first, half, n * 2);
         }

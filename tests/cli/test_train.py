@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.checkpoint.tensor_files import used_alone
 from protrain.cli.main import main
 from tests.distributed.apart import LIMIT_S
 
@@ -290,10 +291,9 @@ def test_rows_of_which_nothing_is_learnt(workplace: Path, tmp_path: Path, capsys
 
 
 def test_a_folder_is_for_one_run(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from filelock import FileLock
-
-    with FileLock(tmp_path / ".lock"):
-        assert "another process trains" in refusal(capsys, run(workplace, tmp_path))
+    with used_alone(tmp_path, ""):
+        assert run(workplace, tmp_path) == 1
+    assert "another process writes to" in capsys.readouterr().err
     assert run(workplace, tmp_path) == 0
     assert "--resume true" in refusal(capsys, run(workplace, tmp_path))
     assert run(workplace, tmp_path, resume=True, max_steps=3) == 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from protrain.cli.models import LoadedModel
-from tests.engine.families.decoders import families
+from tests.engine.families import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 keeps_rows_apart = pytest.importorskip("protrain.cli.train_data", exc_type=ImportError).keeps_rows_apart
@@ -17,7 +17,7 @@ NAMES = ["gpt2", "opt", "bloom", "llama", "gemma3_text", "mixtral", "gpt_oss", "
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_said_of_a_family_is_what_it_does(name: str) -> None:
-    (family,) = [each for each in families() if each.name == name]
+    family = FAMILIES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = family.make().eval()

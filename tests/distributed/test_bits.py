@@ -23,47 +23,24 @@ from tests.engine.harness import (
     seeded,
     wrap_under,
 )
+from tests.tiny_models import VOCABULARY, config_of
 
 transformers = pytest.importorskip("transformers")
 
-VOCABULARY, WIDTH, SEQUENCE = 64, 32, 16
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": SEQUENCE,
-}
+WIDTH, SEQUENCE = 32, 16
 SPECS = (
     Spec("all", "all", (NONE,)),
     Spec("all", "least", (CKPT,)),
     Spec("some", "middle", (SWAP, CKPT, NONE), small=True),
     Spec("none", "least", (CKPT_SWAP, NONE), speculate=True),
-    Spec("none", "middle", (NONE, CKPT), speculate=True),
+    Spec("none", "middle", (NONE, CKPT), speculate=True, weights=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
 
 
-def config(family: str) -> Any:
-    """The configuration of a small model without dropout."""
-    if family == "gpt2":
-        sizes = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": SEQUENCE}
-        return transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    if family == "opt":
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": 128}
-        return transformers.OPTConfig(
-            **sizes, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=SEQUENCE, dropout=0.0
-        )
-    if family == "mistral":
-        return transformers.MistralConfig(**LLAMA, sliding_window=SEQUENCE // 2)
-    return transformers.LlamaConfig(**LLAMA)
-
-
 def make(family: str) -> nn.Module:
     with seeded():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config(family))
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(family))
     return model
 
 

@@ -18,41 +18,26 @@ from protrain import wrapping
 from protrain.common.tables import format_bytes
 from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
-from tests.engine.harness import assert_same, seeded
-
-WIDTH, ROWS = 256, 4
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.dropout(torch.relu(self.linear(value)))
+from tests.engine import residual
+from tests.engine.harness import adamw, assert_same, default_loss, seeded
+from tests.tiny_models import LLAMA
 
 
-class Model(nn.Module):
-    def __init__(self, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
-
-    def forward(self, value: Tensor) -> Tensor:
-        for block in self.blocks:
-            value = block(value)
-        return value.square().mean()
+def make(*, dropout: float = 0.0) -> nn.Module:
+    model = residual.make(width=256, depth=3)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model
 
 
-def batch(seed: int) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+def batch(seed: int) -> Any:
+    return residual.batches(seed + 1)[seed]
 
 
 def wrap(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    with seeded():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"example_batch": (batch(0),), "device": "cpu", "device_memory": "64MiB"} | options
-    return protrain.wrap(model, optimizer, progress=False, **options)
+    usual = {"example_batch": batch(0), "device": "cpu", "device_memory": "64MiB"}
+    return protrain.wrap(model, adamw(model), progress=False, **(usual | options))
 
 
 def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example: bool) -> list[str]:
@@ -60,15 +45,15 @@ def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example:
     with warnings.catch_warnings(record=True) as caught, seeded():
         warnings.simplefilter("always")
         data, choices = seeds[rank]
-        model, optimizer = wrap(Model(dropout=dropout), **({} if example else {"example_batch": None}))
+        model, optimizer = wrap(make(dropout=dropout), **({} if example else {"example_batch": None}))
         torch.manual_seed(choices)
         with torch.no_grad():
             model.eval()
             if example:
-                model(batch(7))  # evaluation on the same batches is usual
+                model(*batch(7))  # evaluation on the same batches is usual
             model.train()
         for _ in range(2):
-            model(batch(data)).backward()
+            default_loss(model, batch(data)).backward()
             optimizer.step()
             optimizer.zero_grad()
     return [str(each.message) for each in caught]
@@ -98,7 +83,7 @@ def test_ranks_that_do_the_same(
 def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
     """Wrap a model that each rank has built. Returns the warnings, and the error."""
     with protrain.empty_parameters() if empty else nullcontext():
-        model = Model()
+        model = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -109,7 +94,7 @@ def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
 
 
 def test_whole_models_in_every_process() -> None:
-    own = sum(parameter.nbytes for parameter in Model().parameters())
+    own = sum(parameter.nbytes for parameter in make().parameters())
     said = (
         "each of the 2 processes on this machine holds the whole model in host memory, "
         f"{format_bytes(2 * own)} (2 x {format_bytes(own)}) in all"
@@ -131,8 +116,8 @@ def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
         if free is not None:
             patch.setattr(wrapping, "available_host_bytes", lambda: free)
         with protrain.empty_parameters():
-            model = Model()
-        _, optimizer = wrap(model, host_memory="64MiB", device_memory="2MiB")
+            model = make()
+        _, optimizer = wrap(model, host_memory="64MiB", device_memory="4MiB")
     return optimizer.plan.host_bytes, [str(each.message) for each in caught]
 
 
@@ -179,7 +164,7 @@ def test_the_values_of_the_first_rank() -> None:
 def empty(rank: int) -> nn.Module:
     torch.manual_seed(5 + rank)
     with protrain.empty_parameters():
-        config = bits.transformers.MixtralConfig(**bits.LLAMA, num_local_experts=4)
+        config = bits.transformers.MixtralConfig(**LLAMA, num_local_experts=4)
         model: nn.Module = bits.transformers.MixtralForCausalLM(config)
     return model
 
@@ -200,10 +185,10 @@ def train_in_mesh(rank: int) -> tuple[list[float], list[float]]:
     found = []
     for group in (None, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()):
         with seeded():
-            model, optimizer = wrap(Model(), process_group=group)
+            model, optimizer = wrap(make(), process_group=group)
         losses = []
         for step in range(3):
-            losses.append(model(batch(2 * step + rank)))
+            losses.append(default_loss(model, batch(2 * step + rank)))
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -220,10 +205,10 @@ def refused(rank: int, what: str) -> str:
     from torch.distributed.fsdp import fully_shard  # these take seconds to import
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    model, options = Model(), dict[str, Any]()
+    model, options = make(), dict[str, Any]()
     if what == "tensor parallelism":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        parallelize_module(model.blocks[0], mesh["tp"], {"linear": ColwiseParallel()})
+        parallelize_module(model.get_submodule("blocks.0"), mesh["tp"], {"first": ColwiseParallel()})
     elif what == "HSDP":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     elif what == "mesh":
@@ -240,8 +225,8 @@ def refused(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("tensor parallelism", "parameter blocks.0.linear.weight is a DTensor, .* tensor, context or pipeline "),
-        ("HSDP", r"parameter blocks.0.linear.weight is a DTensor, .* replicas of shards \(HSDP\)"),
+        ("tensor parallelism", "parameter blocks.0.first.weight is a DTensor, .* tensor, context or pipeline "),
+        ("HSDP", r"parameter enter.weight is a DTensor, .* replicas of shards \(HSDP\)"),
         (
             "mesh",
             r"process_group must be a .*, not a DeviceMesh\. .*mesh\[name\].get_group\(\).*\(HSDP\)",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.batch import arguments
+from protrain.common.parameters import DTYPES
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
@@ -32,6 +33,8 @@ Trainer: TypeAlias = ProTrainOptimizer | PlainOptimizer
 MakeModel: TypeAlias = Callable[[], nn.Module]
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 LossOf: TypeAlias = Callable[[nn.Module, Batch], Tensor]
+Run: TypeAlias = Callable[[nn.Module, Any, Sequence[Batch]], Any]  # what a script does with model and optimizer
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,15 @@ class Spec:
     modes: tuple[BlockMode, ...]  # repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     speculate: bool = False  # speculative updates
+    weights: bool = False  # they compute weights only
+    whole: bool = False  # except for half of them, rounded down
     stream: bool = False  # the device may update chunks in host memory, of which half have speculative updates at most
     attention: bool = False  # kept by recomputed blocks
     packed: bool = False  # what swapped blocks save goes to host memory in one buffer
     sums: bool = False  # in steps of several batches the device sums half of the chunks in host memory, rounded up
 
     def __str__(self) -> str:
-        names = ("small", "speculate", "stream", "attention", "packed", "sums")
+        names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed", "sums")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -73,14 +78,14 @@ PLANS = (
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), speculate=True),
     Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
-    Spec("none", "middle", (CKPT, NONE), speculate=True),
-    Spec("some", "least", (CKPT, SWAP), small=True, speculate=True),
+    Spec("none", "middle", (CKPT, NONE), speculate=True, weights=True),
+    Spec("some", "least", (CKPT, SWAP), small=True, speculate=True, weights=True, whole=True),
     Spec("none", "middle", (CKPT,), stream=True),
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 # Every mechanism of a plan once, for what is about none of them. Either half has recomputed and resident blocks.
 FEW_PLANS = (
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, sums=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True, sums=True),
     Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
     Spec("some", "least", (CKPT_SWAP, SWAP, NONE), small=True, attention=True),
     Spec("all", "least", (SWAP, CKPT), packed=True),
@@ -102,6 +107,7 @@ def make_plan(
     least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
     n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
+    n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
     plan = evaluate(
         profile,
         hardware,
@@ -111,6 +117,7 @@ def make_plan(
         n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
+        n_weight_only=n_weight_only,
         n_device_sum=-(-away // 2) if spec.sums and profile.accumulation > 1 else 0,
         stream=spec.stream,
         keep_attention=spec.attention,
@@ -134,7 +141,7 @@ def wrap_under(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     *,
-    device: torch.device,
+    device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     tight: bool = False,
     tight_host: bool = False,
@@ -145,8 +152,8 @@ def wrap_under(
     """``protrain.wrap`` under ``spec``, on every one of ``world_size`` ranks.
 
     If it is ``late``, wrap gets no example batch, and the first call of the model begins the training. ``tight`` leaves
-    no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside backward can do
-    with, and so does a plan for several batches a step.
+    no device memory beyond what the plan takes. ``tight_host`` leaves no more host memory either, or as little as
+    updates inside backward can do with, and so does a plan for several batches a step.
     """
     profile = shared_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     asked = {"accumulation": options.get("accumulation", 1), "moment_dtype": options.get("moment_dtype", "float32")}
@@ -154,9 +161,9 @@ def wrap_under(
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside, world_size=world_size)
     host_memory: int | str = "4GiB"
-    if tight_host:
+    if tight_host and inside:
         host_memory = least_host_bytes(plan, profile, device)
-    elif profile.accumulation > 1:
+    elif tight_host or profile.accumulation > 1:
         host_memory = plan.host_bytes * world_size  # which share it
     return protrain.wrap(
         model,
@@ -250,36 +257,74 @@ def check_equal_to_plain(
     make: MakeModel,
     batches: Sequence[Batch],
     *,
-    device: torch.device,
-    loop: Loop | None = None,
+    run: Run = Loop().run,
+    device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     optimizer: MakeOptimizer = adamw,
     specs: Sequence[Spec] = FEW_PLANS,
-) -> None:
-    """Losses, weights, buffers and optimizer states under every one of ``specs`` have the plain loop's bits."""
-    loop = loop or Loop()
-    expected, final = plain_run(make, batches, loop=loop, device=device, dtype=dtype, optimizer=optimizer)
-    assert len(set(expected)) > 1, "the plain loop does not train"
+    make_plain: MakeModel | None = None,
+    **options: Any,
+) -> list[ProTrainOptimizer]:
+    """What ``run`` finds and leaves under every one of ``specs`` has the plain loop's bits. Returns the optimizers.
+
+    ``make_plain`` makes the model of the plain loop where it differs; ``options`` are those of ``wrap_under``.
+    """
+    moments = DTYPES[options.get("moment_dtype", "float32")]
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "optimizer": optimizer, "moment_dtype": moments}
+    expected, final = plain_run(make_plain or make, batches, run=run, **how)
+    trained = []
     for spec in specs:
         model = make()
-        wrapped, trainer = wrap_under(spec, model, optimizer(model), batches[0], device=device, dtype=dtype)
-        assert loop.run(wrapped, trainer, batches) == expected, str(spec)
+        wrapped, trainer = wrap_under(spec, model, optimizer(model), batches[0], device=device, dtype=dtype, **options)
+        torch.manual_seed(1)
+        assert run(wrapped, trainer, batches) == expected, str(spec)
         assert_same(states(wrapped, trainer), final, where=str(spec))
+        trained.append(trainer)
+    return trained
 
 
 def plain_run(
     make: MakeModel,
     batches: Sequence[Batch],
     *,
-    loop: Loop,
-    device: torch.device,
-    dtype: torch.dtype,
+    run: Run = Loop().run,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
     optimizer: MakeOptimizer = adamw,
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final states of the plain loop."""
+    moment_dtype: torch.dtype = torch.float32,
+) -> tuple[Any, dict[str, Tensor]]:
+    """What ``run`` finds and leaves in the plain loop."""
     model = make()
-    plain, trainer = prepare_plain(model, optimizer(model), device=device, dtype=dtype)
-    return loop.run(plain, trainer, batches), states(plain, trainer)
+    plain, trainer = prepare_plain(model, optimizer(model), device=device, dtype=dtype, moment_dtype=moment_dtype)
+    torch.manual_seed(1)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    found = run(plain, trainer, batches)
+    after = plain.state_dict()
+    assert any(not value.equal(after[name]) for name, value in before.items()), "the plain loop does not train"
+    return found, states(plain, trainer)
+
+
+@contextmanager
+def unharmed(
+    spec: Spec, make: MakeModel, batches: Sequence[Batch], *, steps: int = 0, **options: Any
+) -> Iterator[tuple[Any, ProTrainOptimizer]]:
+    """A model wrapped under ``spec`` that has made ``steps`` steps. What happens to it inside has left it as it was.
+
+    Then it goes on to the bits of the plain loop.
+    """
+    model = make()
+    trained = wrap_under(spec, model, adamw(model), batches[0], **options)
+    Loop().run(*trained, batches[:steps])
+    yield trained
+
+    def run(model: nn.Module, trainer: Any, data: Sequence[Batch]) -> list[float]:
+        Loop().run(model, trainer, data[:steps])
+        return Loop().run(model, trainer, data[steps:])
+
+    how = {name: value for name, value in options.items() if name in ("device", "dtype")}
+    expected, final = plain_run(make, batches, run=run, **how)
+    assert Loop().run(*trained, batches[steps:]) == expected
+    assert_same(states(*trained), final)
 
 
 @contextmanager

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.engine.harness import Batch, seeded
+from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import harness
+from tests.engine.harness import Batch, Spec, adamw, seeded, wrap_under
 
 
 class Block(nn.Module):
@@ -58,3 +62,14 @@ def make(width: int = 48, depth: int = 5, block: Callable[[int], nn.Module] = Bl
 def batches(count: int = 6) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
+
+
+def wrapped(spec: Spec, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
+    """The model, wrapped under ``spec``."""
+    model = make()
+    return wrap_under(spec, model, adamw(model), batches(1)[0], **options)
+
+
+def unharmed(spec: Spec, **options: Any) -> AbstractContextManager[tuple[Any, ProTrainOptimizer]]:
+    """``harness.unharmed`` for the model and three batches."""
+    return harness.unharmed(spec, make, batches(3), **options)

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import protrain
+from tests.engine.families import make_of_transformers
+from tests.engine.family_batches import language
 from tests.engine.harness import (
     FEW_PLANS,
     Loop,
@@ -21,33 +23,14 @@ from tests.engine.harness import (
 )
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 rescale_adapter_scale = pytest.importorskip("peft.helpers").rescale_adapter_scale
 
-CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
 TASK = {"task_type": "CAUSAL_LM"}
 
 
 def llama(**sizes: Any) -> nn.Module:
     with seeded():
-        made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **sizes))
-        return made
-
-
-def mixtral() -> nn.Module:
-    with seeded():
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
-        made: nn.Module = transformers.MixtralForCausalLM(config)
-        return made
+        return make_of_transformers("llama", "LlamaForCausalLM", sizes)
 
 
 def adapted(base: nn.Module, config: Any) -> Any:
@@ -61,11 +44,8 @@ def lora(**options: Any) -> Any:
 
 
 def batches(count: int = 4) -> list[dict[str, Tensor]]:
-    made = []
-    for seed in range(count):
-        tokens = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(seed))
-        made.append({"input_ids": tokens, "labels": tokens})
-    return made
+    generator = torch.Generator().manual_seed(0)
+    return [language(generator) for _ in range(count)]
 
 
 def head_too() -> Any:
@@ -88,7 +68,7 @@ def shared_buffers() -> Any:
 def test_an_export_is_what_peft_saves(config: Callable[[], Any], tmp_path: Path) -> None:
     tied = config is tied_embedding
     model = adapted(llama(tie_word_embeddings=tied), config())
-    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model, 0.1), batches()[0], device=CPU)
+    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model, 0.1), batches()[0])
     Loop().run(model, optimizer, batches())
     protrain.export(model, tmp_path / "export")
     peft.PeftModel.save_pretrained(model, tmp_path / "peft")
@@ -108,7 +88,7 @@ def test_a_merged_export_has_the_buffers_of_that_module_under_their_own_names(tm
     base: Any = llama()
     base.lm_head.register_buffer("seen", torch.arange(3.0))
     model = adapted(base, head_too())
-    model, _ = wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU)
+    model, _ = wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0])
     protrain.export(model, tmp_path / "merged", merge=True)
     found = load_file(tmp_path / "merged" / "model.safetensors")
     assert {name for name in found if name.endswith("seen")} == {"lm_head.seen"}

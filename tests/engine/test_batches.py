@@ -182,7 +182,7 @@ def test_packed_sequences_keep_their_lengths_on_the_host(device: torch.device) -
         found: Tensor = model(batch[0].to(device))
         return found
 
-    check_equal_to_plain(partial(build, Recurrent), data, device=device, loop=Loop(loss=loss), specs=SPECS)
+    check_equal_to_plain(partial(build, Recurrent), data, device=device, run=Loop(loss=loss).run, specs=SPECS)
 
 
 # -- what forward writes into ------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_features_that_are_written_and_read_train_as_in_the_plain_loop(device: t
         return found
 
     data = [sentences(seed) for seed in range(2)]
-    check_equal_to_plain(partial(build, Encoder), data, device=device, loop=Loop(loss=loss), specs=FEW_PLANS[:2])
+    check_equal_to_plain(partial(build, Encoder), data, device=device, run=Loop(loss=loss).run, specs=FEW_PLANS[:2])
 
 
 def test_the_callers_dictionary_has_what_the_model_wrote() -> None:
@@ -262,4 +262,4 @@ def test_inputs_changed_in_place_train_as_in_the_plain_loop(device: torch.device
         return loss
 
     data, loop = residual.batches(2), Loop(loss=loss)
-    check_equal_to_plain(partial(build, Shifted), data, device=device, loop=loop, specs=FEW_PLANS[2:])
+    check_equal_to_plain(partial(build, Shifted), data, device=device, run=loop.run, specs=FEW_PLANS[2:])

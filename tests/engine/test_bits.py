@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine import residual
+from tests.engine.families import make_of_transformers
+from tests.engine.family_batches import language
 from tests.engine.harness import (
     NONE,
     PLANS,
@@ -30,74 +31,41 @@ from tests.engine.harness import (
     wrap_under,
 )
 
-transformers = pytest.importorskip("transformers")
-
 STEPS = {"cpu": 3, "cuda": 20}  # of a CPU's minutes they take most
-VOCABULARY, WIDTH, BATCH, SEQUENCE = 64, 32, 2, 16
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": SEQUENCE,
-}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=4, n_head=4, n_positions=SEQUENCE
-    ),
-    "opt": lambda: transformers.OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        word_embed_proj_dim=WIDTH,
-        ffn_dim=128,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        max_position_embeddings=SEQUENCE,
-        dropout=0.1,
-    ),
-    "llama": lambda: transformers.LlamaConfig(**LLAMA),
-    "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=SEQUENCE // 2),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 4},
+    "opt": {"num_hidden_layers": 5, "dropout": 0.1},
+    "llama": {"num_hidden_layers": 4},
+    "mistral": {"num_hidden_layers": 4},
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a training is done."""
-
-    dtype: torch.dtype
-    loop: Loop
-
-
-SETTINGS = {
-    "fp32": Setting(torch.float32, Loop()),
-    "fp32-accumulate": Setting(torch.float32, Loop(max_norm=0.5, accumulate=2)),
-    "bf16-clip": Setting(torch.bfloat16, Loop(max_norm=0.5)),
-    "bf16-clip-accumulate": Setting(torch.bfloat16, Loop(max_norm=0.5, accumulate=3, no_sync=True)),
-    "bf16-clip-accumulate-two": Setting(torch.bfloat16, Loop(max_norm=0.5, accumulate=2)),
+SETTINGS: dict[str, tuple[torch.dtype, Loop]] = {
+    "fp32": (torch.float32, Loop()),
+    "fp32-accumulate": (torch.float32, Loop(max_norm=0.5, accumulate=2)),
+    "bf16-clip": (torch.bfloat16, Loop(max_norm=0.5)),
+    "bf16-clip-accumulate": (torch.bfloat16, Loop(max_norm=0.5, accumulate=3, no_sync=True)),
+    "bf16-clip-accumulate-two": (torch.bfloat16, Loop(max_norm=0.5, accumulate=2)),
     # Scaled so that the first steps overflow and are skipped.
-    "fp16-clip": Setting(torch.float16, Loop(max_norm=0.5, loss=lambda model, batch: model(**batch).loss * 8)),
+    "fp16-clip": (torch.float16, Loop(max_norm=0.5, loss=lambda model, batch: model(**batch).loss * 8)),
 }
 
 
 def make(family: str) -> nn.Module:
     with seeded():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
-    return model
+        return make_of_transformers(family, "AutoModelForCausalLM", FAMILIES[family])
 
 
 def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, VOCABULARY, (count, BATCH, SEQUENCE), generator=generator)
-    return [{"input_ids": part.clone(), "labels": part.clone()} for part in tokens]
+    return [language(generator) for _ in range(count)]
 
 
 @functools.cache
 def plain(family: str, setting: str, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
-    chosen = SETTINGS[setting]
-    data = batches(STEPS[device.type] * chosen.loop.accumulate)
-    return plain_run(lambda: make(family), data, loop=chosen.loop, device=device, dtype=chosen.dtype)
+    dtype, loop = SETTINGS[setting]
+    data = batches(STEPS[device.type] * loop.accumulate)
+    return plain_run(lambda: make(family), data, run=loop.run, device=device, dtype=dtype)
 
 
 # On a CPU a plan meets one setting, and a setting meets two models, because the whole product takes minutes there.
@@ -118,19 +86,19 @@ def cases() -> Iterator[Any]:
         setting = list(SETTINGS)[at]
         family = MODELS_ON_CPU[setting][turn % 2]
         yield pytest.param("cpu", family, setting, spec, id=f"cpu-{family}-{setting}-{spec}")
-    for family, setting, spec in itertools.product(CONFIGS, SETTINGS, PLANS):
+    for family, setting, spec in itertools.product(FAMILIES, SETTINGS, PLANS):
         yield pytest.param("cuda", family, setting, spec, id=f"cuda-{family}-{setting}-{spec}", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize(("device", "family", "setting", "spec"), list(cases()), indirect=["device"])
 def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, spec: Spec, device: torch.device) -> None:
     expected, final = plain(family, setting, device)
-    chosen = SETTINGS[setting]
-    data = batches(STEPS[device.type] * chosen.loop.accumulate)
+    dtype, loop = SETTINGS[setting]
+    data = batches(STEPS[device.type] * loop.accumulate)
     model = make(family)
-    options: dict[str, Any] = {"dtype": chosen.dtype, "accumulation": chosen.loop.accumulate}
+    options: dict[str, Any] = {"dtype": dtype, "accumulation": loop.accumulate}
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, **options)
-    assert chosen.loop.run(wrapped, optimizer, data) == expected
+    assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
     assert (0 < optimizer.skipped_steps <= STEPS[device.type] // 2) == (setting == "fp16-clip")
 
@@ -145,7 +113,7 @@ def test_backward_finds_weights_in_another_buffer_than_forward_did(device: torch
         return found
 
     loop, spec = Loop(max_norm=1.0, loss=loss), Spec("none", "middle", (NONE,))
-    check_equal_to_plain(residual.make, residual.batches(2), device=device, loop=loop, specs=(spec,))
+    check_equal_to_plain(residual.make, residual.batches(2), device=device, run=loop.run, specs=(spec,))
 
 
 def test_adam_with_coupled_weight_decay(device: torch.device) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import MisuseError, PlanError
 from protrain.forward.chunked_loss import LaterLogits, can_chunk, chunk_loss, is_chunked
-from tests.engine.harness import FEW_PLANS, Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
+from tests.engine.families import make_of_transformers
+from tests.engine.harness import FEW_PLANS, Batch, Loop, Spec, adamw, check_equal_to_plain, seeded
 
 _LARGE = 4096  # a vocabulary
 _ODD = 101  # one whose rows of logits are no multiple of 16 bytes
@@ -24,25 +25,10 @@ _Llama: Any = transformers.LlamaForCausalLM
 Build = Callable[..., nn.Module]
 
 
-def _model(family: str, words: int = 96, seed: int = 0, **options: Any) -> nn.Module:
+def _model(family: str, words: int = 96, **options: Any) -> nn.Module:
     """A small model of a family that ``tiny_model`` does not make."""
-    config = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=words,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        **options,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model
+    with seeded():
+        return make_of_transformers(family, "AutoModelForCausalLM", {"vocab_size": words, **options})
 
 
 def _with_chunks(model: nn.Module) -> nn.Module:
@@ -52,7 +38,7 @@ def _with_chunks(model: nn.Module) -> nn.Module:
 
 def _capped(words: int) -> nn.Module:
     """Gemma 2, with logits so large that its cap matters."""
-    model = _model("gemma2", words, head_dim=8, final_logit_softcapping=2.0)
+    model = _model("gemma2", words, final_logit_softcapping=2.0)
     with torch.no_grad():
         next(model.parameters()).mul_(50)  # the embedding, which is the head as well
     return model
@@ -132,18 +118,15 @@ def test_bits_are_the_same_under_every_plan(
     when: str,
     device: torch.device,
 ) -> None:
-    batches = [tiny_batch(seed=seed, sequence=6) for seed in range(2)]
-    loop = _looking(when)
-
-    def chunked() -> nn.Module:
-        return _with_chunks(tiny_model(family, words=words))
-
-    expected, final = plain_run(chunked, batches, loop=loop, device=device, dtype=torch.float32)
-    for spec in specs:
-        model = tiny_model(family, words=words)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, chunked_loss=True)
-        assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
-        assert_same(states(wrapped, optimizer), final)
+    check_equal_to_plain(
+        lambda: tiny_model(family, words=words),
+        [tiny_batch(seed=seed, sequence=6) for seed in range(2)],
+        run=_looking(when).run,
+        device=device,
+        specs=specs,
+        make_plain=lambda: _with_chunks(tiny_model(family, words=words)),
+        chunked_loss=True,
+    )
 
 
 def test_logits_that_are_used_after_backward_are_refused(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:

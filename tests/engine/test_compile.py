@@ -49,7 +49,7 @@ def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
         compile_blocks([model.get_submodule(path) for path in find_blocks(model)])
         return model
 
-    expected, final = plain_run(compiled, batches, loop=loop, device=device, dtype=dtype)
+    expected, final = plain_run(compiled, batches, run=loop.run, device=device, dtype=dtype)
     torch._dynamo.reset()
     counters.clear()
     for spec in FEW_PLANS[::2]:

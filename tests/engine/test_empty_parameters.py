@@ -14,7 +14,6 @@ from torch.nn import Linear, init
 import protrain
 from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, seeded, wrap_under
 
-CPU = torch.device("cpu")
 TIGHT, LOOSE = Spec("none", "least", (CKPT,)), Spec("all", "all", (NONE,))
 BATCH = (torch.ones(2, 8),)
 
@@ -41,7 +40,7 @@ def built(make: Callable[[], nn.Module], *, seed: int = 0, **options: Any) -> An
 
 def start_of(model: nn.Module, spec: Spec = TIGHT, batch: Any = BATCH) -> dict[str, Tensor]:
     """The values of ``model`` once it is wrapped."""
-    wrapped, _ = wrap_under(spec, model, adamw(model), batch, device=CPU)
+    wrapped, _ = wrap_under(spec, model, adamw(model), batch)
     return {name: value.clone() for name, value in wrapped.state_dict().items()}
 
 
@@ -250,7 +249,7 @@ def test_attributes_hooks_and_groups_survive() -> None:
     model = built(Used)
     kept = model.norm.weight
     wrapped: Any
-    wrapped, _ = wrap_under(TIGHT, model, adamw(model), BATCH, device=CPU)
+    wrapped, _ = wrap_under(TIGHT, model, adamw(model), BATCH)
     assert wrapped.norm.weight is kept
     assert kept.no_decay
     del seen[:]

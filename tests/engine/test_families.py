@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import MisuseError, wrap
-from tests.engine.families import decoders, encoders, media, modules
-from tests.engine.families.family import Batch
+from tests.engine.families import FAMILIES, own_loss
+from tests.engine.family_batches import Batch
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -28,7 +28,6 @@ from tests.engine.harness import (
     assert_same,
     check_equal_to_plain,
     seeded,
-    states,
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
@@ -40,8 +39,6 @@ PLANS = (
     Spec("none", "least", (CKPT, SWAP)),
     Spec("some", "least", (CKPT_SWAP, NONE), small=True),
 )
-PARTS = (decoders, encoders, media, modules)
-FAMILIES = {family.name: family for part in PARTS for family in part.families()}
 # Each of these takes a path that no other test does, so every run trains them, half of them in bf16: tests of models
 # have every structure in both types. The others are slow tests, on the CPU.
 QUICK = (
@@ -75,17 +72,15 @@ def check(family: str, device: torch.device, dtype: torch.dtype) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         random.seed(0)
         np.random.seed(0)  # some models of speech mask what they hear by numpy
-        return FAMILIES[family].loss(model, batch)
+        return own_loss(model, batch)
 
     loop, batches = Loop(max_norm=0.5, loss=loss), FAMILIES[family].batches(2)
-    check_equal_to_plain(maker(family), batches, device=device, dtype=dtype, loop=loop, specs=PLANS)
+    check_equal_to_plain(maker(family), batches, device=device, dtype=dtype, run=loop.run, specs=PLANS)
 
 
 @pytest.mark.parametrize("family", ["t5", "mamba"])
 def test_generation_between_steps(family: str, device: torch.device) -> None:
-    batches = FAMILIES[family].batches(2)
-
-    def run(model: nn.Module, optimizer: Trainer) -> list[Any]:
+    def run(model: nn.Module, optimizer: Trainer, batches: Sequence[Batch]) -> list[Any]:
         found: list[Any] = []
         for batch in batches:
             found += Loop(scheduler=False).run(model, optimizer, [batch])
@@ -93,19 +88,14 @@ def test_generation_between_steps(family: str, device: torch.device) -> None:
             generate: Any = model.generate
             prompt = batch["input_ids"][:, :4].to(device)
             options = {"max_new_tokens": 3, "min_new_tokens": 3, "pad_token_id": 0}
-            found.append(generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options).tolist())
-            torch.manual_seed(3)
-            found.append(generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, **options).tolist())
+            for sample in (False, True):
+                torch.manual_seed(3)
+                mask = torch.ones_like(prompt)
+                found.append(generate(prompt, attention_mask=mask, do_sample=sample, **options).tolist())
             model.train()
-        return [found, states(model, optimizer)]
+        return found
 
-    plain = maker(family)()
-    expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.float32))
-    for spec in PLANS:
-        model = maker(family)()
-        found = run(*wrap_under(spec, model, adamw(model), batches[0], device=device))
-        assert found[0] == expected[0], str(spec)
-        assert_same(found[1], expected[1])
+    check_equal_to_plain(maker(family), FAMILIES[family].batches(2), run=run, device=device, specs=PLANS)
 
 
 def test_the_error_for_gemma_3n_names_the_setting_that_makes_it_train(device: torch.device) -> None:

@@ -211,6 +211,7 @@ WAYS = {
     "some": Way(Spec("some", "least", (NONE,), small=True)),
     "speculative": Way(Spec("none", "least", (CKPT,), speculate=True)),
     "speculative-sums-on-device": Way(Spec("none", "least", (CKPT,), speculate=True, sums=True)),
+    "speculative-weights": Way(Spec("none", "least", (NONE,), small=True, speculate=True, weights=True)),
     "streamed": Way(Spec("none", "least", (CKPT,), small=True, stream=True)),
     "inside": Way(Spec("some", "least", (NONE,), small=True), inside=True),
 }

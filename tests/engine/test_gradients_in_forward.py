@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import BudgetError
-from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -19,17 +19,13 @@ from tests.engine.harness import (
     NONE,
     SWAP,
     Batch,
-    Loop,
     Spec,
-    adamw,
-    assert_same,
     check_equal_to_plain,
     default_loss,
     seeded,
-    states,
-    wrap_under,
+    unharmed,
 )
-from tests.engine.residual import Block, Model, batches, make
+from tests.engine.residual import Block, Model, batches
 
 MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
 MODES.append(Spec("none", "least", (SWAP,), small=True, packed=True))
@@ -193,15 +189,8 @@ def count_up() -> None:
 
 
 def test_weights_that_they_hold_are_counted() -> None:
-    def wrapped(*, tight: bool) -> tuple[nn.Module, ProTrainOptimizer]:
-        model = make(width=128)
-        spec = Spec("none", "least", (NONE,))
-        return wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), tight=tight)
-
-    model, optimizer = wrapped(tight=True)
-    with pytest.raises(BudgetError, match=r"simulated device is full.*allow more device_memory"):
-        of_inputs(model, batches(1)[0])
-    optimizer.zero_grad()
-    untouched = wrapped(tight=False)
-    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
-    assert_same(states(model, optimizer), states(*untouched))
+    spec, data = Spec("none", "least", (NONE,)), batches(3)
+    with unharmed(spec, partial(residual.make, 128), data, tight=True) as (model, optimizer):
+        with pytest.raises(BudgetError, match=r"simulated device is full.*allow more device_memory"):
+            of_inputs(model, data[0])
+        optimizer.zero_grad()

@@ -29,7 +29,7 @@ from tests.engine.residual import batches, make
 
 SPECS = (
     Spec("none", "least", (NONE,), small=True),
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 POINTS = 16

@@ -23,7 +23,6 @@ from tests.engine.true_memory import make_batch, make_model
 
 WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
 BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
-CLIPPED, UNCLIPPED = Loop(max_norm=0.5), Loop()
 HARDWARE = detect("cpu", device_memory="1GiB", host_memory="1GiB")
 
 
@@ -70,13 +69,7 @@ def traced(family: str) -> ModelProfile:
     return shared_profile(model, BATCH, optimizer=adamw(model), device=torch.device("cpu"), dtype=torch.bfloat16)
 
 
-@functools.cache
-def plain(family: str, loop: Loop, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
-    data = [BATCH] * (2 * loop.accumulate)
-    return plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
-
-
-def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = False, **counts: Any) -> Plan:
+def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = False) -> Plan:
     """With every block in ``mode``."""
     layout = pack(profile)
     assert any(layout.is_large(chunk) for chunk in layout.chunks)
@@ -91,33 +84,14 @@ def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = 
         n_swap=n_blocks * (mode is SWAP),
         n_ckpt=n_blocks * (mode is CKPT),
         step_during_backward=inside,
-        **counts,
     )
 
 
-def wrap_with(
-    plan: Plan,
-    family: str,
-    device: torch.device,
-    *,
-    device_memory: int | str = "1GiB",
-    inside: bool = False,
-    accumulation: int = 1,
-) -> tuple[nn.Module, ProTrainOptimizer]:
+def wrap_with(plan: Plan, family: str, device: torch.device, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
     model = make(family)
-    return protrain.wrap(
-        model,
-        adamw(model),
-        example_batch=BATCH,
-        device=device,
-        dtype=torch.bfloat16,
-        plan=plan,
-        device_memory=device_memory,
-        host_memory="1GiB",
-        step_during_backward=inside,
-        accumulation=accumulation,
-        progress=False,
-    )
+    options |= {"device": device, "dtype": torch.bfloat16, "plan": plan, "progress": False}
+    limits: dict[str, Any] = {"device_memory": "1GiB", "host_memory": "1GiB"}
+    return protrain.wrap(model, adamw(model), example_batch=BATCH, **limits, **options)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +111,11 @@ def wrap_with(
 )
 def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torch.device) -> None:
     """Every family and every plan with updates inside backward, and with clipping."""
-    data = [BATCH] * 2
-    loop = UNCLIPPED if inside else CLIPPED
-    expected, final = plain(family, loop, device)
+    loop = Loop() if inside else Loop(max_norm=0.5)
     plan = plan_of(traced(family), n_persist, mode, inside=inside)
-    wrapped, optimizer = wrap_with(plan, family, device, inside=inside)
-    assert loop.run(wrapped, optimizer, data) == expected
+    expected, final = plain_run(lambda: make(family), [BATCH] * 2, run=loop.run, device=device, dtype=torch.bfloat16)
+    wrapped, optimizer = wrap_with(plan, family, device, step_during_backward=inside)
+    assert loop.run(wrapped, optimizer, [BATCH] * 2) == expected
     assert_same(states(wrapped, optimizer), final)
 
 

@@ -109,7 +109,8 @@ def test_dropping_model_and_optimizer_frees_everything(
     engine.updates.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
-    assert not chunk.is_free()
+    assert chunk.update is not None
+    assert not chunk.update.done()
     del model, optimizer, scheduler, engine, chunk, things
     threading.Timer(0.2, going_on.set).start()
     gc.collect()  # waits for the updates and frees everything at once

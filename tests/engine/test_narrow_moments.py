@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,75 +18,38 @@ from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
     FEW_PLANS,
-    NONE,
     PLANS,
-    SWAP,
     Loop,
     Spec,
     adamw,
-    assert_same,
-    states,
+    check_equal_to_plain,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 
 STEPS = 4
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 # Steps that are clipped and others, so that speculative updates are committed and done again.
 CLIPPED = Loop(max_norm=0.05)
-STEADY = Loop(max_norm=0.05, scheduler=False)
-INSIDE = Loop()
-ACCUMULATED = Loop(max_norm=0.05, accumulate=2)
-FIRST, SECOND = Spec("none", "least", (CKPT, NONE)), Spec("some", "middle", (SWAP, NONE, CKPT), small=True)
 
 
-def wrapped(
-    spec: Spec, device: torch.device, *, dtype: torch.dtype = BFLOAT16, moment_dtype: str = "bfloat16", **options: Any
-) -> tuple[torch.nn.Module, ProTrainOptimizer]:
-    model = residual.make()
-    return wrap_under(
-        spec,
-        model,
-        adamw(model),
-        residual.batches(1)[0],
-        device=device,
-        dtype=dtype,
-        moment_dtype=moment_dtype,
-        **options,
-    )
+CASES: list[Any] = [
+    # A few plans, swapped blocks beside speculative updates, and some of weights alone.
+    ((*FEW_PLANS, PLANS[10], PLANS[18]), BFLOAT16, CLIPPED, {}),
+    (FEW_PLANS[::2], FLOAT16, CLIPPED, {}),
+    (FEW_PLANS[::2], BFLOAT16, Loop(), {"step_during_backward": True}),
+    (FEW_PLANS[1::2], FLOAT32, CLIPPED, {}),
+    (FEW_PLANS[1::2], BFLOAT16, Loop(max_norm=0.05, accumulate=2), {"accumulation": 2}),
+]
 
 
-def cases() -> list[Any]:
-    """A few plans, and others with what those lack, in bf16; of a few plans half with each other setting."""
-    specs = (*FEW_PLANS, PLANS[10], PLANS[18])  # swapped blocks beside speculative updates
-    found = [pytest.param(spec, BFLOAT16, CLIPPED, {}, id=f"bf16-{spec}") for spec in specs]
-    for spec in FEW_PLANS[::2]:
-        found += [
-            pytest.param(spec, FLOAT16, CLIPPED, {}, id=f"fp16-{spec}"),
-            pytest.param(spec, BFLOAT16, INSIDE, {"step_during_backward": True}, id=f"inside-{spec}"),
-        ]
-    for spec in FEW_PLANS[1::2]:
-        found += [
-            pytest.param(spec, FLOAT32, CLIPPED, {}, id=f"fp32-{spec}"),
-            pytest.param(spec, BFLOAT16, ACCUMULATED, {"accumulation": 2}, id=f"accumulated-{spec}"),
-        ]
-    return found
-
-
-@functools.cache
-def plain_outcome(dtype: torch.dtype, loop: Loop, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, norms and states of the plain loop."""
-    model = residual.make()
-    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype, moment_dtype=BFLOAT16)
-    return loop.run(plain, trainer, residual.batches(STEPS * loop.accumulate)), states(plain, trainer)
-
-
-@pytest.mark.parametrize(("spec", "dtype", "loop", "options"), cases())
-def test_bits(spec: Spec, dtype: torch.dtype, loop: Loop, options: dict[str, Any], device: torch.device) -> None:
-    expected, final = plain_outcome(dtype, loop, device)
-    found, optimizer = wrapped(spec, device, dtype=dtype, **options)
-    assert loop.run(found, optimizer, residual.batches(STEPS * loop.accumulate)) == expected
-    assert_same(states(found, optimizer), final)
+@pytest.mark.parametrize(
+    ("specs", "dtype", "loop", "options"), CASES, ids=("bf16", "fp16", "inside", "fp32", "accumulated")
+)
+def test_bits(
+    specs: tuple[Spec, ...], dtype: torch.dtype, loop: Loop, options: dict[str, Any], device: torch.device
+) -> None:
+    data, how = residual.batches(STEPS * loop.accumulate), {"device": device, "dtype": dtype, **options}
+    check_equal_to_plain(residual.make, data, run=loop.run, specs=specs, moment_dtype="bfloat16", **how)
 
 
 @pytest.mark.parametrize(("dtype", "speculate"), [(BFLOAT16, False), (FLOAT16, True)], ids=str)

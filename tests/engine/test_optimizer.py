@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from protrain.common.errors import MisuseError
-from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
-    FEW_PLANS,
     NONE,
-    Loop,
     Spec,
     adamw,
     assert_same,
-    check_equal_to_plain,
     default_loss,
     states,
     wrap_under,
 )
-from tests.engine.residual import batches, make
+from tests.engine.residual import batches, make, unharmed
 
-CPU = torch.device("cpu")
-
-
-def wrapped(
-    optimizer: torch.optim.Optimizer | None = None, model: nn.Module | None = None, **options: Any
-) -> tuple[nn.Module, ProTrainOptimizer]:
-    model = make() if model is None else model
-    spec = Spec("none", "least", (NONE, CKPT), speculate=True)
-    return wrap_under(
-        spec, model, adamw(model) if optimizer is None else optimizer, batches(1)[0], device=CPU, **options
-    )
+SPEC = Spec("none", "least", (NONE, CKPT), speculate=True)
 
 
 def test_the_optimizer_that_was_wrapped_says_which_one_to_use() -> None:
     model = make()
     inner = adamw(model)
     before = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
-    model, optimizer = wrapped(inner, model)
+    model, optimizer = wrap_under(SPEC, model, inner, batches(1)[0])
     after = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
     batch = batches(1)[0]
     default_loss(model, batch).backward()
@@ -90,7 +75,7 @@ def test_hooks_on_the_state_see_it_and_may_change_it() -> None:
 
     inner.register_state_dict_pre_hook(lambda _: calls.append("saving"))  # one of before wrapping
     inner.register_step_pre_hook(lambda *_: calls.append("step"))
-    model, optimizer = wrapped(inner, model)
+    model, optimizer = wrap_under(SPEC, model, inner, batches(1)[0])
     optimizer.register_state_dict_post_hook(saved)
     optimizer.register_load_state_dict_pre_hook(loading)
     optimizer.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
@@ -103,44 +88,14 @@ def test_hooks_on_the_state_see_it_and_may_change_it() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(("dtype", "specs"), [(torch.float32, FEW_PLANS[::2]), (torch.bfloat16, FEW_PLANS[1::2])])
-def test_a_gradient_hook_of_before_wrapping_has_the_gradient(
-    dtype: torch.dtype, specs: Sequence[Spec], device: torch.device
-) -> None:
-    def hooked() -> nn.Module:
-        model = make()
-        model.get_parameter("blocks.1.first.weight").register_post_accumulate_grad_hook(halve)
-        model.get_parameter("blocks.2.first.weight").register_post_accumulate_grad_hook(negate)
-        return model
-
-    check_equal_to_plain(hooked, batches(2), device=device, dtype=dtype, specs=specs)
-
-
-def halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
-
-
-def negate(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad = -parameter.grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_scaler_is_told_what_to_do(dtype: torch.dtype) -> None:
-    model, optimizer = wrapped(dtype=dtype)
-    scaler = torch.amp.GradScaler("cpu")
-
-    def step() -> None:
-        scaler.scale(default_loss(model, batches(1)[0])).backward()
-        scaler.step(optimizer)
-
-    with pytest.raises(MisuseError, match=r"optimizer\.backward\(loss\).*torch\.amp\.GradScaler"):
-        step()
-    optimizer.zero_grad()
-    untouched = wrapped(dtype=dtype)
-    assert Loop().run(model, optimizer, batches(2)) == Loop().run(*untouched, batches(2))
-    assert_same(states(model, optimizer), states(*untouched))
+    with unharmed(SPEC, dtype=dtype) as (model, optimizer):
+        scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(MisuseError, match=r"optimizer\.backward\(loss\).*torch\.amp\.GradScaler"):  # noqa: PT012
+            scaler.scale(default_loss(model, batches(1)[0])).backward()
+            scaler.step(optimizer)
+        optimizer.zero_grad()
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -174,36 +129,28 @@ EDITS = [
 
 @pytest.mark.parametrize("during_backward", [False, True])
 def test_a_parameter_that_comes_or_goes_is_refused(during_backward: bool) -> None:
-    model, optimizer = wrapped(step_during_backward=during_backward)
-    kept = [list(group["params"]) for group in optimizer.param_groups]
-
     def restore() -> None:
         del optimizer.param_groups[len(kept) :]
         for group, parameters in zip(optimizer.param_groups, kept, strict=True):
             group["params"] = list(parameters)
-
-    for edit, words in EDITS:
-        edit(optimizer.param_groups)
-        for call in (lambda: default_loss(model, batches(1)[0]).backward(), optimizer.state_dict):
-            with pytest.raises(MisuseError, match=words):
-                call()
-        restore()
         optimizer.zero_grad()
-        if not during_backward:
-            default_loss(model, batches(1)[0]).backward()
+
+    with unharmed(SPEC, step_during_backward=during_backward) as (model, optimizer):
+        kept = [list(group["params"]) for group in optimizer.param_groups]
+        for edit, words in EDITS:
             edit(optimizer.param_groups)
-            with pytest.raises(MisuseError, match=words):
-                optimizer.step()
+            for call in (lambda: default_loss(model, batches(1)[0]).backward(), optimizer.state_dict):
+                with pytest.raises(MisuseError, match=words):
+                    call()
             restore()
-            optimizer.zero_grad()
-    untouched = wrapped(step_during_backward=during_backward)
-    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
-    assert_same(states(model, optimizer), states(*untouched))
+            if not during_backward:
+                default_loss(model, batches(1)[0]).backward()
+                edit(optimizer.param_groups)
+                with pytest.raises(MisuseError, match=words):
+                    optimizer.step()
+                restore()
 
 
 def test_the_order_in_a_group_and_new_dicts_change_nothing() -> None:
-    model, optimizer = wrapped()
-    optimizer.param_groups = [{**group, "params": group["params"][::-1]} for group in optimizer.param_groups]
-    untouched = wrapped()
-    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
-    assert_same(states(model, optimizer), states(*untouched))
+    with unharmed(SPEC) as (_, optimizer):
+        optimizer.param_groups = [{**group, "params": group["params"][::-1]} for group in optimizer.param_groups]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import protrain
 from protrain.common.errors import MisuseError
-from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import harness
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -24,16 +24,15 @@ from tests.engine.harness import (
     assert_same,
     default_loss,
     seeded,
-    states,
     wrap_under,
 )
-from tests.engine.residual import batches, make
+from tests.engine.residual import batches, make, unharmed, wrapped
 
 RESIDENT = Spec("all", "least", (NONE,))
 SPECS = (
     RESIDENT,
     Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
 NAME = "blocks.1.first.weight"
@@ -67,33 +66,17 @@ def _comparable(value: Any) -> Any:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_parameter_reads_as_the_plain_models(spec: Spec, device: torch.device) -> None:
-    data, model = batches(1), make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device)
-    Loop().run(wrapped, optimizer, data)
-    parameter, plain = wrapped.get_parameter(NAME), nn.Parameter(wrapped.state_dict()[NAME].to(device))
+    model, optimizer = wrapped(spec, device=device)
+    Loop().run(model, optimizer, batches(1))
+    parameter, plain = model.get_parameter(NAME), nn.Parameter(model.state_dict()[NAME].to(device))
     for name, read in READS.items():
         assert _comparable(read(parameter)) == _comparable(read(plain)), name
 
 
-def _penalty(model: nn.Module) -> Tensor:
-    """A term of the loss that is made of weights: their squares, and how far a matrix is from orthogonal."""
-    matrix = model.get_parameter(NAME)
-    gram = matrix.t() @ matrix
-    total = (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).square().mean()
-    for parameter in model.parameters():
-        total = total + parameter.pow(2).sum() * 1e-3
-    return total
-
-
-def _with_penalty(model: nn.Module, batch: Any) -> Tensor:
-    return default_loss(model, batch) + _penalty(model)
-
-
 def test_views_of_what_was_read_are_read_only_and_end_with_the_step(device: torch.device) -> None:
     for spec in SPECS:
-        model = make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-        parameter = wrapped.get_parameter(NAME)
+        model, optimizer = wrapped(spec, device=device)
+        parameter = model.get_parameter(NAME)
         view = parameter.detach()[1:]
         kept = parameter.detach().clone()
         kept.mul_(2.0)  # the script's own
@@ -102,9 +85,8 @@ def test_views_of_what_was_read_are_read_only_and_end_with_the_step(device: torc
             view[0].zero_()
         with pytest.raises(MisuseError, match=rf"memory of {NAME} cannot be read .*untyped_storage"):
             parameter.untyped_storage()
-        loss = _with_penalty(wrapped, batches()[0])
         late = (parameter * 2).sum()
-        loss.backward()
+        (default_loss(model, batches()[0]) + parameter.square().sum()).backward()
         optimizer.step()
         with pytest.raises(MisuseError, match=rf"a copy of {NAME} after optimizer.step\(\)"):
             view.sum()
@@ -114,9 +96,7 @@ def test_views_of_what_was_read_are_read_only_and_end_with_the_step(device: torc
 
 def test_tied_parameters_are_told_by_their_address(device: torch.device) -> None:
     for spec in SPECS:
-        model = make()
-        wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-        addresses = [parameter.data_ptr() for parameter in wrapped.parameters()]
+        addresses = [parameter.data_ptr() for parameter in wrapped(spec, device=device)[0].parameters()]
         assert 0 not in addresses
         assert len(set(addresses)) == len(addresses)
 
@@ -166,92 +146,65 @@ PLANS = (
 )
 
 
-def with_a_frozen_block(spec: Spec, device: torch.device) -> tuple[nn.Module, ProTrainOptimizer]:
+def make_with_a_frozen_block() -> nn.Module:
     model = make()
     model.get_submodule("blocks.1").requires_grad_(False)
-    return wrap_under(spec, model, adamw(model), batches(1)[0], device=device, dtype=torch.bfloat16)
+    return model
 
 
 @pytest.mark.parametrize("spec", PLANS, ids=str)
 def test_what_was_frozen_when_wrapped_cannot_be_trained(spec: Spec, device: torch.device) -> None:
+    """It may be thawed for a forward without gradients, as peft does it for the reference model of TRL's DPOTrainer."""
     data = batches(3)
-    model, optimizer = with_a_frozen_block(spec, device)
-    frozen = model.get_parameter("blocks.1.first.weight")
-    attempts: list[Callable[[], Any]] = [
-        lambda: model.requires_grad_(True),
-        lambda: frozen.requires_grad_(),
-        lambda: setattr(frozen, "requires_grad", True),
-    ]
-    for attempt in attempts:
-        attempt()
-        assert frozen.requires_grad
-        with pytest.raises(MisuseError, match=r"blocks\.1\..* was frozen when .* wrapped.*wrap the model anew"):
-            model(*data[0])
-        model.get_submodule("blocks.1").requires_grad_(False)
-        assert not frozen.requires_grad
-    untouched = with_a_frozen_block(spec, device)
-    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
-    assert_same(states(model, optimizer), states(*untouched))
-
-
-@pytest.mark.parametrize("spec", PLANS, ids=str)
-def test_a_forward_without_gradients_may_thaw_what_was_frozen_when_wrapped(spec: Spec, device: torch.device) -> None:
-    """As the adapters of peft have it, of which set_adapter chooses one that TRL's DPOTrainer compares with."""
-
-    def run(model: nn.Module, optimizer: ProTrainOptimizer, *, thaws: bool) -> list[float]:
-        losses = Loop().run(model, optimizer, data[:2])
-        with torch.no_grad():
-            model.get_submodule("blocks.1").requires_grad_(thaws)
-            losses.append(float(default_loss(model, data[2])))
-            model.get_submodule("blocks.1").requires_grad_(False)
-        return losses + Loop().run(model, optimizer, data[2:])
-
-    data = batches(4)
-    one, other = (with_a_frozen_block(spec, device) for _ in range(2))
-    assert run(*one, thaws=True) == run(*other, thaws=False)
-    assert_same(states(*one), states(*other))
-    with torch.no_grad():
-        one[0].get_submodule("blocks.1").requires_grad_(True)
-    with pytest.raises(MisuseError, match=r"blocks\.1\..* was frozen when .* wrapped.*wrap the model anew"):
-        one[0](*data[0])
+    unharmed = harness.unharmed(spec, make_with_a_frozen_block, data, device=device, dtype=torch.bfloat16)
+    with unharmed as (model, _):
+        block, frozen = model.get_submodule("blocks.1"), model.get_parameter(NAME)
+        thaws: list[Callable[[], Any]] = [
+            lambda: model.requires_grad_(True),
+            lambda: frozen.requires_grad_(),
+            lambda: setattr(frozen, "requires_grad", True),
+        ]
+        for thaw in thaws:
+            thaw()
+            assert frozen.requires_grad
+            with torch.no_grad():
+                model(*data[0])
+            with pytest.raises(MisuseError, match=r"blocks\.1\..* was frozen when .* wrapped.*wrap the model anew"):
+                model(*data[0])
+            block.requires_grad_(False)
+            assert not frozen.requires_grad
 
 
 @pytest.mark.parametrize("spec", PLANS, ids=str)
 def test_a_wrong_shape_keeps_no_edit_and_does_no_harm(spec: Spec, device: torch.device) -> None:
-    def edit() -> None:
+    def edit(model: nn.Module) -> None:
         with protrain.full_parameters(model), torch.no_grad():
             model.get_parameter("enter.weight").zero_()
             model.get_parameter("blocks.1.norm.bias").data = torch.zeros(7)
-            model.get_parameter("leave.weight").zero_()
 
-    data = batches(3)
-    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
-    with pytest.raises(ValueError, match=r"blocks\.1\.norm\.bias was given the shape \(7,\), not \(48,\): no edit"):
-        edit()
-    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
-    assert_same(states(model, optimizer), states(*untouched))
+    words = r"blocks\.1\.norm\.bias was given the shape \(7,\), not \(48,\): no edit"
+    with unharmed(spec, device=device) as (model, _), pytest.raises(ValueError, match=words):
+        edit(model)
 
 
 @pytest.mark.parametrize("spec", PLANS, ids=str)
 def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -> None:
-    data = batches(3)
-    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
-    loss = default_loss(model, data[0])
-    runs: list[tuple[str, Callable[[], Any]]] = [
-        ("the forward of enter", lambda: model(*data[0])),
-        (r"backward\(\)", lambda: loss.backward()),
-        (r"step\(\)", lambda: optimizer.step()),
-        (r"export_parameter\(\)", lambda: optimizer.export_parameter("enter.weight")),
-        (r"state_dict\(\)", lambda: optimizer.state_dict()),
-    ]
-    for what, run in runs:
-        with (
-            pytest.raises(MisuseError, match=rf"{what} inside .*full_parameters.*which has blocks.1.*leave it first"),
-            protrain.full_parameters(model.get_submodule("blocks.1")),
-        ):
-            run()
-    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
-    assert_same(states(model, optimizer), states(*untouched))
+    with unharmed(spec, device=device) as (model, optimizer):
+        loss = default_loss(model, batches(1)[0])
+        runs: list[tuple[str, Callable[[], Any]]] = [
+            ("the forward of enter", lambda: model(*batches(1)[0])),
+            (r"backward\(\)", loss.backward),
+            (r"step\(\)", optimizer.step),
+            (r"export_parameter\(\)", lambda: optimizer.export_parameter("enter.weight")),
+            (r"state_dict\(\)", optimizer.state_dict),
+        ]
+        for what, run in runs:
+            words = rf"{what} inside .*full_parameters.*which has blocks.1.*leave it first"
+            with (
+                pytest.raises(MisuseError, match=words),
+                protrain.full_parameters(model.get_submodule("blocks.1")),
+            ):
+                run()
 
 
 # -- edits elsewhere ---------------------------------------------------------------------------------------------------
@@ -288,30 +241,19 @@ def test_a_forward_that_edits_its_weight_is_refused(spec: Spec, device: torch.de
 
 @pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
 def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool, device: torch.device) -> None:
-    results = []
-    for misused in (False, True):
-        model = make()
-        wrapped, optimizer = wrap_under(
-            PLANS[1], model, adamw(model), batches()[0], device=device, step_during_backward=inside
-        )
-        if misused:
-            optimizer.param_groups[1]["maximize"] = True
-            with pytest.raises(ValueError, match="maximize=True of Adam and AdamW is not supported"):
-                Loop().run(wrapped, optimizer, batches())
-            optimizer.param_groups[1]["maximize"] = False
-            optimizer.zero_grad()
-            state = optimizer.state_dict()
-            state["param_groups"][0]["amsgrad"] = True
-            with pytest.raises(ValueError, match="amsgrad=True of Adam and AdamW is not supported"):
-                optimizer.load_state_dict(state)
-        Loop().run(wrapped, optimizer, batches())
-        results.append(states(wrapped, optimizer))
-    assert_same(results[1], results[0])
+    with unharmed(PLANS[1], device=device, step_during_backward=inside) as (model, optimizer):
+        optimizer.param_groups[1]["maximize"] = True
+        with pytest.raises(ValueError, match="maximize=True of Adam and AdamW is not supported"):
+            Loop().run(model, optimizer, batches())
+        optimizer.param_groups[1]["maximize"] = False
+        optimizer.zero_grad()
+        state = optimizer.state_dict()
+        state["param_groups"][0]["amsgrad"] = True
+        with pytest.raises(ValueError, match="amsgrad=True of Adam and AdamW is not supported"):
+            optimizer.load_state_dict(state)
 
 
 def test_entering_full_parameters_without_memory_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, cpu = batches(3), torch.device("cpu")
-    (model, optimizer), untouched = (wrap_under(PLANS[1], m, adamw(m), data[0], device=cpu) for m in (make(), make()))
     clone, calls = Tensor.clone, iter(range(1, 1000))
 
     def short(tensor: Tensor, **options: Any) -> Tensor:
@@ -319,9 +261,7 @@ def test_entering_full_parameters_without_memory_leaves_all_as_it_was(monkeypatc
             raise MemoryError("no memory for the copy")
         return clone(tensor, **options)
 
-    with monkeypatch.context() as patch:
+    with unharmed(PLANS[1]) as (model, _), monkeypatch.context() as patch:
         patch.setattr(Tensor, "clone", short)
         with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
             raise AssertionError("not reached")
-    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
-    assert_same(states(model, optimizer), states(*untouched))

@@ -155,31 +155,25 @@ def torchao_int8() -> nn.Module:
     return layer
 
 
-def bitsandbytes_4bit() -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes")
-    layer = bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    layer.load_state_dict(nn.Linear(WIDTH, WIDTH, bias=False).state_dict())
-    quantised: nn.Module = layer.to("cpu").requires_grad_(False)
-    return quantised
+def of_bitsandbytes(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layer = getattr(pytest.importorskip("bitsandbytes").nn, name)(WIDTH, WIDTH, bias=False, **options)
+        layer.load_state_dict(nn.Linear(WIDTH, WIDTH, bias=False).state_dict())
+        quantised: nn.Module = layer.to("cpu").requires_grad_(False)
+        return quantised
+
+    return make
 
 
-def bitsandbytes_8bit() -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes")
-    layer = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
-    layer.load_state_dict(nn.Linear(WIDTH, WIDTH, bias=False).state_dict())
-    quantised: nn.Module = layer.to("cpu").requires_grad_(False)
-    return quantised
+bitsandbytes_4bit = of_bitsandbytes("Linear4bit", compute_dtype=torch.float32, quant_type="nf4")
+bitsandbytes_8bit = of_bitsandbytes("Linear8bitLt", has_fp16_weights=False)
+KINDS: list[Any] = [Int8, Fp8, Float64, OwnClass, torchao_int8, bitsandbytes_4bit, bitsandbytes_8bit]
 
 
-KINDS: list[Callable[[], nn.Module]] = [
-    Int8,
-    Fp8,
-    Float64,
-    OwnClass,
-    torchao_int8,
-    bitsandbytes_4bit,
-    bitsandbytes_8bit,
-]
+def adapted(kind: Callable[[], nn.Module], spec: Spec, *, seed: int = 0, **options: Any) -> Any:
+    """The wrapped model and its optimizer."""
+    model = Adapted(kind, seed=seed)
+    return wrap_under(spec, model, adamw(model), residual.batches(1)[0], **options)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
@@ -197,27 +191,23 @@ def test_adapters_train_as_in_the_plain_loop(kind: Callable[[], nn.Module]) -> N
     assert len(set(losses)) == len(losses)
     for spec in SPECS:
         model = Adapted(kind)
-        classes = [type(parameter) for parameter in model.parameters()]
-        frozen = {name: (p.dtype, type(p)) for name, p in model.named_parameters() if name.endswith("base.weight")}
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, tight=True)
+        kinds = {name: (p.dtype, type(p)) for name, p in model.named_parameters() if name.endswith("base.weight")}
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], tight=True)
         assert loop.run(wrapped, optimizer, data) == losses, str(spec)
         found = trained(wrapped)
         assert all(torch.equal(found[name], value) for name, value in expected.items()), str(spec)
-        for name, (dtype, cls) in frozen.items():
-            assert (wrapped.get_parameter(name).dtype, type(wrapped.get_parameter(name))) == (dtype, cls)
-        assert len(classes) == len(list(wrapped.parameters()))
+        frozen = {name: wrapped.get_parameter(name) for name in kinds}
+        assert {name: (p.dtype, type(p)) for name, p in frozen.items()} == kinds
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saves_resume_to_the_same_bits(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
     data, loop = residual.batches(2), Loop(scheduler=False)
-    model = Adapted(kind)
-    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], device=CPU)
+    wrapped, optimizer = adapted(kind, SPECS[0])
     loop.run(wrapped, optimizer, data)
     protrain.save_checkpoint(tmp_path, wrapped, optimizer)
     expected = loop.run(wrapped, optimizer, data)
-    model = Adapted(kind)
-    wrapped, optimizer = wrap_under(SPECS[1], model, adamw(model), data[0], device=CPU)
+    wrapped, optimizer = adapted(kind, SPECS[1])
     protrain.load_checkpoint(tmp_path, wrapped, optimizer)
     assert loop.run(wrapped, optimizer, data) == expected
 
@@ -227,12 +217,8 @@ def test_saves_of_weights_that_were_quantised_otherwise_are_refused(
     kind: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """Their numbers would be loaded, and their scales, which a save cannot put back, would be those of others."""
-    data = residual.batches(1)
-    model = Adapted(kind)
-    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], device=CPU)
-    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
-    other = Adapted(kind, seed=1)
-    loaded, trainer = wrap_under(SPECS[0], other, adamw(other), data[0], device=CPU)
+    protrain.save_checkpoint(tmp_path, *adapted(kind, SPECS[0]))
+    loaded, trainer = adapted(kind, SPECS[0], seed=1)
     before = {name: p.detach().clone() for name, p in loaded.named_parameters() if name.endswith("base.weight")}
     with pytest.raises(CheckpointError, match=r"has other values there, so its weights were quantised otherwise"):
         protrain.load_checkpoint(tmp_path, loaded, trainer)

@@ -216,41 +216,30 @@ def test_collections_that_grow_meanwhile(block: type[Block], device: torch.devic
     check_equal_to_plain(build, batches(2), device=device, specs=SPECS[:3])
 
 
-def evaluated(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss in evaluation mode, whose backward comes in training mode."""
-    model.eval()
-    loss: Tensor = model(*batch).square().mean()
-    model.train()
-    return loss
-
-
-def trained(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss in training mode, with dropout, whose backward comes in evaluation mode."""
-    model.train()
-    loss: Tensor = model(*batch).square().mean()
-    model.eval()
-    return loss
-
-
-def frozen_since(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss with a graph for one block, whose backward comes when that is frozen and gets no gradient."""
-    model.requires_grad_(True)
-    loss: Tensor = model(*batch).square().mean()
+def freeze(model: nn.Module) -> None:
     model.get_submodule("blocks.1").requires_grad_(False)
-    return loss
 
 
-def frozen_before(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss without gradients for one block, whose backward comes when that is to be trained again."""
-    model.get_submodule("blocks.1").requires_grad_(False)
-    loss: Tensor = model(*batch).square().mean()
-    model.requires_grad_(True)
-    return loss
+# What a script does before the forward, and between it and its backward.
+SWITCHES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    "evaluated": (nn.Module.eval, nn.Module.train),
+    "trained": (nn.Module.train, nn.Module.eval),
+    "frozen since": (nn.Module.requires_grad_, freeze),
+    "frozen before": (freeze, nn.Module.requires_grad_),
+}
 
 
-@pytest.mark.parametrize("loss", [evaluated, trained, frozen_since, frozen_before])
-def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> None:
-    check_equal_to_plain(make, batches(2), loop=Loop(loss=loss), device=device, specs=SPECS[:3])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_modes_that_are_switched_meanwhile(name: str, device: torch.device) -> None:
+    before, between = SWITCHES[name]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        before(model)
+        found: Tensor = model(*batch).square().mean()
+        between(model)
+        return found
+
+    check_equal_to_plain(make, batches(2), run=Loop(loss=loss).run, device=device, specs=SPECS[:3])
 
 
 def test_other_operations_are_named() -> None:
@@ -267,9 +256,6 @@ def test_other_operations_are_named() -> None:
     Wavering.wide = True
     with pytest.raises(MisuseError, match=r"of shape \(16, 8\) in forward and .* of shape \(32, 4\) in its place when"):
         loss.backward()
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
 
 
 # -- key/value caches --------------------------------------------------------------------------------------------------
@@ -298,7 +284,7 @@ def test_a_recomputed_block_adds_once_to_a_cache(
     device: torch.device,
 ) -> None:
     data, specs = [tiny_batch(seed) for seed in range(2)], SPECS[:2]
-    check_equal_to_plain(lambda: tiny_model(family), data, loop=Loop(loss=loss), device=device, specs=specs)
+    check_equal_to_plain(lambda: tiny_model(family), data, run=Loop(loss=loss).run, device=device, specs=specs)
 
 
 def test_caches_that_are_written_to_are_refused(

@@ -28,7 +28,16 @@ from tests.engine.harness import (
 )
 from tests.engine.plain_loop import prepare_plain
 
-SPEC = Spec("none", "least", (NONE, CKPT), speculate=True)
+
+@pytest.fixture
+def spec(request: pytest.FixtureRequest) -> Spec:
+    """Speculative updates of all states in some chunks and of weights alone in the others.
+
+    A test may ask for "states" or "weights" in every chunk by an indirect parameter.
+    """
+    kind = getattr(request, "param", "both")
+    weights, whole = kind != "states", kind == "both"
+    return Spec("none", "least", (NONE, CKPT), speculate=True, weights=weights, whole=whole)
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +51,14 @@ Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
 def trained(
-    run: Run, device: torch.device, *, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1
+    run: Run, device: torch.device, spec: Spec, *, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1
 ) -> tuple[ProTrainOptimizer, int]:
     """What ``run`` trained, whose bits are those of the plain loop; and the number of chunks in host memory."""
     data = residual.batches(STEPS)
     model, again = residual.make(), residual.make()
     plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype)
     options: dict[str, Any] = {"dtype": dtype, "accumulation": accumulation}
-    wrapped, optimizer = wrap_under(SPEC, again, adamw(again), data[0], device=device, **options)
+    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, **options)
     torch.manual_seed(1)
     expected = run(plain, trainer, data)
     torch.manual_seed(1)
@@ -57,6 +66,10 @@ def trained(
     assert_same(states(wrapped, optimizer), states(plain, trainer))
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
+    n_whole = plan.n_speculate - plan.n_weight_only
+    assert (plan.n_weight_only > 0) == spec.weights
+    assert not spec.weights or n_whole == (plan.n_speculate // 2 if spec.whole else 0)
+    assert not spec.whole or 0 < n_whole < plan.n_speculate
     return optimizer, plan.n_speculate
 
 
@@ -69,20 +82,29 @@ def clipping(max_norm: float | None, **options: Any) -> Run:
     return lambda model, optimizer, data: Loop(max_norm=max_norm, **options).run(model, optimizer, data)
 
 
-@pytest.mark.parametrize(("dtype", "max_norm"), [(torch.bfloat16, None), (torch.float32, None), (torch.float16, 1e6)])
+@pytest.mark.parametrize(
+    ("spec", "dtype", "max_norm"),
+    [
+        ("states", torch.bfloat16, None),
+        ("weights", torch.float32, None),
+        ("both", torch.float16, 1e6),
+    ],
+    indirect=["spec"],
+)
 def test_all_are_committed_when_nothing_is_clipped(
-    device: torch.device, dtype: torch.dtype, max_norm: float | None
+    spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
 ) -> None:
-    optimizer, n_chunks = trained(clipping(max_norm), device, dtype=dtype)
+    optimizer, n_chunks = trained(clipping(max_norm), device, spec, dtype=dtype)
     assert counts(optimizer) == (STEPS * n_chunks, 0)
 
 
-def test_one_step_is_done_again_when_all_are_clipped(device: torch.device) -> None:
-    optimizer, n_chunks = trained(clipping(1e-3), device)
+@pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)
+def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
+    optimizer, n_chunks = trained(clipping(1e-3), device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
 
 
-def test_some_are_done_again_when_some_steps_are_clipped(device: torch.device) -> None:
+def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:
     norms: list[float] = []
 
     def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
@@ -94,22 +116,24 @@ def test_some_are_done_again_when_some_steps_are_clipped(device: torch.device) -
             optimizer.zero_grad()
         return norms
 
-    optimizer, n_chunks = trained(run, device)
+    optimizer, n_chunks = trained(run, device, spec)
     # Steps 0, 1, 2 (redone), none in 3 and 4, for the step before was clipped, and 5.
     assert counts(optimizer) == (4 * n_chunks, n_chunks)
 
 
-def test_accumulation_begins_in_the_last_backward(device: torch.device) -> None:
+def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.device) -> None:
     for no_sync in (False, True):
         run = clipping(1e6, accumulate=2, no_sync=no_sync)
-        optimizer, n_chunks = trained(run, device, accumulation=2)
+        optimizer, n_chunks = trained(run, device, spec, accumulation=2)
         assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
-    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, accumulation=3)
+    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, spec, accumulation=3)
     assert counts(optimizer) == (0, 0), "a step of fewer backwards than planned has none"
 
 
 @pytest.mark.parametrize(("changes", "speculative_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
-def test_hyperparameters_changed_after_backward(device: torch.device, changes: int, speculative_steps: int) -> None:
+def test_hyperparameters_changed_after_backward(
+    spec: Spec, device: torch.device, changes: int, speculative_steps: int
+) -> None:
     def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
         for index, batch in enumerate(data):
             default_loss(model, batch).backward()
@@ -118,17 +142,19 @@ def test_hyperparameters_changed_after_backward(device: torch.device, changes: i
             optimizer.step()
             optimizer.zero_grad()
 
-    optimizer, n_chunks = trained(run, device)
+    optimizer, n_chunks = trained(run, device, spec)
     # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
     assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
 
 
-def test_a_step_redoes_a_speculative_update_that_failed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_redoes_a_speculative_update_that_failed(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = residual.batches(3)
     results = []
     for fails in (False, True):
         model = residual.make()
-        wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
         for index, batch in enumerate(data):
             with monkeypatch.context() as patch:
                 if fails and index == 0:
@@ -146,7 +172,24 @@ def _fail(*_: Any, **__: Any) -> None:
     raise ArithmeticError("the update failed")
 
 
-def test_hyperparameters_that_are_invalid_during_backward_alone(device: torch.device) -> None:
+@pytest.mark.parametrize("spec", ["weights"], indirect=True)
+def test_states_that_could_not_follow_their_weight_are_missed_for_good(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weight is a step ahead: nothing may be read or trained on."""
+    data, model = residual.batches(1), residual.make()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    default_loss(wrapped, data[0]).backward()
+    monkeypatch.setattr(Chunk, "adam", _fail)
+    optimizer.step()
+    optimizer.zero_grad()
+    for _ in range(2):
+        for use in (optimizer.state_dict, lambda: default_loss(wrapped, data[0]).backward()):
+            with pytest.raises(ArithmeticError, match="the update failed"):
+                use()
+
+
+def test_hyperparameters_that_are_invalid_during_backward_alone(spec: Spec, device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
         group = optimizer.param_groups[0]
         for batch in data:
@@ -156,5 +199,5 @@ def test_hyperparameters_that_are_invalid_during_backward_alone(device: torch.de
             optimizer.step()
             optimizer.zero_grad()
 
-    optimizer, _ = trained(run, device)
+    optimizer, _ = trained(run, device, spec)
     assert counts(optimizer) == (0, 0)

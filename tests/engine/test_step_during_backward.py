@@ -5,7 +5,6 @@ Chunks share a few buffers for their gradients then, as many as the plan says.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,19 @@ from protrain.engine.gradients.gradients import GradientPools
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, plain_run, seeded, states, wrap_under
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    seeded,
+    states,
+    wrap_under,
+)
 from tests.engine.lateness import Lateness
 
 SPECS = (
@@ -50,7 +61,6 @@ def wrapped(tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batc
 # GPT-2 has tied weights, used at the start and at the end. LLaMA has none.
 @pytest.mark.parametrize(("spec", "family"), [*zip(SPECS, ("gpt2", "llama") * 3, strict=False)], ids=str)
 def test_the_bits_are_those_of_the_plain_loop(
-    wrapped: Wrap,
     tiny_model: Callable[..., nn.Module],
     tiny_batch: Callable[..., Batch],
     monkeypatch: pytest.MonkeyPatch,
@@ -62,30 +72,20 @@ def test_the_bits_are_those_of_the_plain_loop(
         raise AssertionError("there are as many buffers as are needed")
 
     monkeypatch.setattr(GradientPools, "_more", no_more)
-    dtype, batches = (
-        (torch.float32, torch.bfloat16)[SPECS.index(spec) // 2 % 2],
-        [tiny_batch(seed) for seed in range(3)],
-    )
-    expected, final = plain_run(lambda: tiny_model(family), batches, loop=Loop(), device=device, dtype=dtype)
-    assert len(set(expected)) > 1, "it does not train"
-    model, optimizer = wrapped(spec, family, dtype=dtype)
+    options: dict[str, Any] = {"device": device, "step_during_backward": True, "tight_host": True}
+    options["dtype"] = (torch.float32, torch.bfloat16)[SPECS.index(spec) // 2 % 2]
+    batches = [tiny_batch(seed) for seed in range(3)]
+    (optimizer,) = check_equal_to_plain(lambda: tiny_model(family), batches, specs=[spec], **options)
     plan = optimizer.plan
     n_away = plan.n_chunks - plan.n_persist
     assert (plan.n_device_gradient > 0) == (plan.n_persist > 2)
     assert (plan.n_host_gradient > 0) == (n_away > 3)
     assert plan.n_device_gradient < max(1, plan.n_persist)
     assert plan.n_host_gradient < max(1, n_away)
-    assert Loop().run(model, optimizer, batches) == expected
-    assert_same(states(model, optimizer), final)
 
 
 def make_residual() -> nn.Module:
     return residual.make(WIDTH, depth=6)
-
-
-@functools.cache
-def expected_of_residual() -> tuple[list[float], dict[str, Tensor]]:
-    return plain_run(make_residual, residual.batches(4), loop=Loop(), device=CPU, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,11 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
     spec: Spec, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies and updates come as late as the engine's own ordering allows."""
-    expected = expected_of_residual()
     monkeypatch.setattr("protrain.engine.states.chunks._SLICE_ELEMENTS", 128)
+    options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
     with Lateness(kind, 0 if kind == "random" else None).applied(monkeypatch):
-        model = make_residual()
-        options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
-        model, optimizer = wrap_under(spec, model, adamw(model), residual.batches(1)[0], device=CPU, **options)
-        assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
-        assert Loop().run(model, optimizer, residual.batches(4)) == expected[0]
-        assert_same(states(model, optimizer), expected[1])
+        (optimizer,) = check_equal_to_plain(make_residual, residual.batches(4), specs=[spec], **options)
+    assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
 
 
 class Layer(nn.Module):
@@ -172,10 +168,6 @@ def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: 
     shared_bytes = plan.n_host_gradient * plan.chunk_elements * 2
     assert 12 * elements + shared_bytes <= host_bytes <= 12.1 * elements + shared_bytes
     assert 0 <= plan.host_bytes - host_bytes <= 2 * 1024**2
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def test_a_skipped_step_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:

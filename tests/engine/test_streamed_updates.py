@@ -27,18 +27,14 @@ from tests.engine.harness import (
     NONE,
     Batch,
     Loop,
+    Run,
     Spec,
-    adamw,
-    assert_same,
+    check_equal_to_plain,
     default_loss,
-    states,
-    wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 
 SPEC = Spec("none", "least", (NONE, CKPT), small=True, stream=True)
 STEPS = 4
-Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
 @pytest.fixture
@@ -71,27 +67,15 @@ def trained(
     run: Run,
     device: torch.device,
     *,
-    spec: Spec = SPEC,
     dtype: torch.dtype = torch.bfloat16,
     batches: int = STEPS,
     **options: Any,
 ) -> ProTrainOptimizer:
     """What ``run`` trained, whose bits are those of the plain loop."""
-    data = residual.batches(batches)
-    model, again = residual.make(), residual.make()
-    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype)
-    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, dtype=dtype, **options)
-    torch.manual_seed(1)
-    expected = run(plain, trainer, data)
-    torch.manual_seed(1)
-    assert run(wrapped, optimizer, data) == expected
-    assert_same(states(wrapped, optimizer), states(plain, trainer))
+    how: dict[str, Any] = {"run": run, "device": device, "dtype": dtype, "specs": [SPEC], **options}
+    (optimizer,) = check_equal_to_plain(residual.make, residual.batches(batches), **how)
     assert optimizer.plan.stream
     return optimizer
-
-
-def looping(**options: Any) -> Run:
-    return lambda model, optimizer, data: Loop(**options).run(model, optimizer, data)
 
 
 def check_streamed(optimizer: ProTrainOptimizer, *, steps: int) -> None:
@@ -108,7 +92,7 @@ def check_streamed(optimizer: ProTrainOptimizer, *, steps: int) -> None:
     ids=str,
 )
 def test_bits(device: torch.device, dtype: torch.dtype, max_norm: float | None) -> None:
-    optimizer = trained(looping(max_norm=max_norm), device, dtype=dtype)
+    optimizer = trained(Loop(max_norm=max_norm).run, device, dtype=dtype)
     check_streamed(optimizer, steps=STEPS - optimizer.skipped_steps)
 
 
@@ -118,21 +102,21 @@ def test_after_a_backward_with_updates_inside(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
     monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
-    run = looping(accumulate=accumulate, no_sync=accumulate > 1)
-    optimizer = trained(run, device, step_during_backward=True, accumulation=accumulate)
+    loop = Loop(accumulate=accumulate, no_sync=accumulate > 1)
+    optimizer = trained(loop.run, device, step_during_backward=True, accumulation=accumulate)
     check_streamed(optimizer, steps=STEPS // accumulate)
 
 
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("waits", ["forward", "state_dict"])
 def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    data, model = residual.batches(1), residual.make()
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    wrapped, optimizer = residual.wrapped(SPEC, device=device, dtype=torch.bfloat16)
     monkeypatch.setattr(Chunk, "adam_streamed", _fail)
-    default_loss(wrapped, data[0]).backward()
+    (batch,) = residual.batches(1)
+    default_loss(wrapped, batch).backward()
     optimizer.step()
     ways: dict[str, Callable[[], Any]] = {
-        "forward": lambda: wrapped(*data[0]),
+        "forward": lambda: wrapped(*batch),
         "state_dict": optimizer.state_dict,
     }
     with pytest.raises(ArithmeticError, match="the streamed update failed"):
@@ -203,9 +187,9 @@ def test_whoever_does_it_the_bits_are_the_same(
     take_turns(monkeypatch, at_random)
     if inside:
         monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
-    run = looping() if inside else looping(max_norm=0.5)
+    loop = Loop(max_norm=None if inside else 0.5)
     steps = 200 if device.type == "cuda" else 12
-    optimizer = trained(run, device, batches=steps, step_during_backward=inside)
+    optimizer = trained(loop.run, device, batches=steps, step_during_backward=inside)
     n_updates, streamed = (
         steps * (optimizer.plan.n_chunks - optimizer.plan.n_persist),
         optimizer.report().streamed_updates,
@@ -231,7 +215,7 @@ def test_a_second_step_by_the_same_gradients_waits_for_the_first(
 
         return watched
 
-    def twice(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+    def twice(model: nn.Module, optimizer: Any, data: Sequence[Batch]) -> None:
         for batch in data:
             default_loss(model, batch).backward()
             optimizer.step()
@@ -255,14 +239,13 @@ def trained_beside_a_late_host(
 
     ``needed_ms`` is when the forward needs each chunk.
     """
-    data, model = residual.batches(4), residual.make()
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    wrapped, optimizer = residual.wrapped(SPEC, device=device, dtype=torch.bfloat16)
     streamer = optimizer._engine.updates.streamer
     assert streamer is not None
     sharing = streamer._sharing._replace(needed_ms=(needed_ms,) * optimizer.plan.n_chunks)
     monkeypatch.setattr(streamer, "_sharing", sharing)
     streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
-    Loop(max_norm=1e9).run(wrapped, optimizer, data)
+    Loop(max_norm=1e9).run(wrapped, optimizer, residual.batches(4))
     optimizer.state_dict()  # waits for all updates
     return optimizer.report()
 

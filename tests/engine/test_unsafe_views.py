@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -19,14 +18,11 @@ from tests.engine.harness import (
     Loop,
     Spec,
     adamw,
-    assert_same,
     check_equal_to_plain,
-    plain_run,
     seeded,
-    states,
+    unharmed,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 from tests.engine.residual import batches as rows
 
 WIDTH = 32
@@ -83,12 +79,6 @@ def batches() -> list[tuple[Tensor]]:
     return [(torch.randn(4, WIDTH, generator=generator),) for _ in range(2)]
 
 
-@functools.cache
-def unchanged(device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and states of the plain loop in which nothing is changed."""
-    return plain_run(make, batches(), loop=Loop(), device=device, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("persist", ["all", "none"])
 @pytest.mark.parametrize(
     ("what", "mode", "packed"),
@@ -107,34 +97,26 @@ def unchanged(device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
 def test_what_backward_needs_was_changed(
     what: str, mode: BlockMode, packed: bool, persist: str, device: torch.device
 ) -> None:
-    model = make()
     spec = Spec(persist, "least", (mode,), packed=packed)
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-    model.change(what)
-    needs = "its inputs" if what == "input" else "tensors that it saved"
-    with pytest.raises(MisuseError, match=rf"backward through blocks.1 needs {needs}.*in place.*clone\(\)"):
-        Loop().run(wrapped, optimizer, batches())
-    with torch.no_grad():  # where there is no backward nothing is wrong
-        wrapped(*batches()[0])
-    wrapped(*batches()[0])
-    model.change("")
-    optimizer.zero_grad()
-    losses, final = unchanged(device)
-    assert Loop().run(wrapped, optimizer, batches()) == losses
-    assert_same(states(wrapped, optimizer), final)
+    with unharmed(spec, make, batches(), device=device) as (model, optimizer):
+        model.change(what)
+        needs = "its inputs" if what == "input" else "tensors that it saved"
+        with pytest.raises(MisuseError, match=rf"backward through blocks.1 needs {needs}.*in place.*clone\(\)"):
+            Loop().run(model, optimizer, batches())
+        with torch.no_grad():  # where there is no backward nothing is wrong
+            model(*batches()[0])
+        model(*batches()[0])
+        model.change("")
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", [NONE, SWAP], ids=str)
 def test_inputs_that_nobody_saved_may_change(mode: BlockMode, device: torch.device) -> None:
-    plain_model = make()
-    plain, trainer = prepare_plain(plain_model, adamw(plain_model), device=device, dtype=torch.float32)
-    plain_model.change("input")
-    expected = Loop().run(plain, trainer, batches())
-    model = make()
-    wrapped, optimizer = wrap_under(Spec("none", "least", (mode,)), model, adamw(model), batches()[0], device=device)
-    model.change("input")
-    assert Loop().run(wrapped, optimizer, batches()) == expected
-    assert_same(states(wrapped, optimizer), states(plain, trainer))
+    def run(model: Any, optimizer: Any, data: Any) -> list[float]:
+        model.change("input")
+        return Loop().run(model, optimizer, data)
+
+    check_equal_to_plain(make, batches(), run=run, device=device, specs=[Spec("none", "least", (mode,))])
 
 
 # -- views of weights that are kept ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
 from protrain.profiler.memory_meter import StorageMeter
+from tests.engine.families import make_of_transformers
 from tests.engine.harness import adamw
 from tests.engine.profiles import shared_profile
 
@@ -27,35 +28,18 @@ VOCABULARY = 256
 Batch = dict[str, Tensor]
 
 
+SIZES: dict[str, dict[str, int]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 4},
+    "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "head_dim": 16},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "decoder_start_token_id": 0},
+}
+
+
 def make_model(family: str, vocabulary: int = VOCABULARY) -> nn.Module:
     """Small, but its activations are many times what the planner leaves as a margin."""
-    import transformers
-
-    llama = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
-    ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(0)
-    if family == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=vocabulary, n_embd=64, n_layer=4, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
-        )
-    elif family == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=vocabulary, num_hidden_layers=4, max_position_embeddings=64, **llama, **ids
-        )
-    else:
-        config = transformers.T5Config(
-            vocab_size=vocabulary,
-            d_model=64,
-            d_kv=16,
-            d_ff=128,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        )
-    kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-    model: nn.Module = kind.from_config(config)
-    return model
+    head = "AutoModelForSeq2SeqLM" if family == "t5" else "AutoModelForCausalLM"
+    return make_of_transformers(family, head, {**SIZES[family], "vocab_size": vocabulary})
 
 
 def make_batch(size: int = 2) -> Batch:

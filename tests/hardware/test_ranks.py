@@ -100,10 +100,10 @@ def the_profile_of_two(rank: int, cache: str) -> tuple[HardwareProfile, Hardware
 def test_a_wrap_takes_what_as_many_ranks_have_measured_and_halves_what_one_has(tmp_path: Path) -> None:
     for one, two in on_ranks(2, the_profile_of_two, str(tmp_path)):
         assert (one.host_adam_gparams, one.host_dram_gbps, one.all_gather_gbps) == (0.25, 10.0, None)
-        assert one.share("matmul", ["collective"]) == 1.0
+        assert one.share("matmul", "collective") == 1.0
         assert (two.host_adam_gparams, two.host_dram_gbps) == (0.5, 20.0)
         assert (two.all_gather_gbps, two.all_to_all_gbps) == (6.0, 3.0), "the least of both ranks"
-        assert two.share("matmul", ["collective"]) == 0.75
+        assert two.share("matmul", "collective") == 0.75
         assert one.host_bytes == two.host_bytes == 4 * 10**9
         assert (one.world_size, two.world_size) == (2, 2)
 

@@ -1,4 +1,4 @@
-"""What calibration warns about: the link, clocks, threads, and memory that cannot be pinned."""
+"""What calibration warns about: the link, clocks, and memory that cannot be pinned."""
 
 from __future__ import annotations
 
@@ -121,15 +121,13 @@ def test_a_slice_of_a_card_is_found_and_hides_its_link(library: Library) -> None
     assert (facts.driver, facts.pcie_width) == ("580.1", None)
 
 
-def _of_machine(*, seconds: float = 30.0, names: tuple[str, ...] = ("H100",), torch_threads: int = 4) -> list[str]:
+def _of_machine(*, seconds: float = 30.0, names: tuple[str, ...] = ("H100",)) -> list[str]:
     effort = Effort(seconds=seconds, host_room_bytes=64 * 1024**3, device_room_bytes=64 * 1024**3)
-    return machine_warnings(effort, names, torch_threads=torch_threads, cores=4)
+    return machine_warnings(effort, names)
 
 
 def test_what_slows_a_machine_down_before_it_is_measured_is_told() -> None:
     assert _of_machine(names=("H100", "H100")) == []
-    (line,) = _of_machine(torch_threads=1)
-    assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
     (line,) = _of_machine(names=("H100", "A100", "H100"))
     assert "ranks have unlike GPUs: H100 and A100" in line
     (line,) = _of_machine(seconds=3.0)

@@ -247,6 +247,7 @@ def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
         trainer = make("Trainer", tmp_path, on_protrain=on_protrain, save_strategy="no")
         before = trainer.evaluate()["eval_loss"]
         trainer.train()
+        assert not on_protrain or not [row for row in trainer.state.log_history if "eval_model_preparation_time" in row]
         return [before, trainer.evaluate()["eval_loss"]]
 
     assert losses(True) == pytest.approx(losses(False), rel=2e-5)

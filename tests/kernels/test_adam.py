@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamScalars, adam, adam_reference, adam_scalars
-from tests.kernels.states import check, copied, states_of
+from protrain_kernels import AdamScalars, AdamStates, adam, adam_reference, adam_scalars
+from tests.kernels.states import check, copied, random_states, states_of
 
 COUNT = 2048 + 384  # two whole blocks of the Triton kernel and a part
 TYPES = [
@@ -212,6 +212,65 @@ def test_slices_of_an_arena_leave_their_neighbours_alone(backend: Any) -> None:
         assert tensor[:128].isnan().all()
         assert tensor[384:].isnan().all()
         assert tensor[middle].isfinite().all()
+
+
+def _shifted(states: AdamStates, start: int) -> AdamStates:
+    """Zeros in the shapes of ``states``, which begin ``start`` elements into their storage."""
+    moved: Any = [None if tensor is None else tensor.new_zeros(start + tensor.numel())[start:] for tensor in states]
+    return AdamStates(*moved)
+
+
+@pytest.mark.parametrize("how", ["c", "aten"])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@MOMENTS
+@pytest.mark.parametrize(("weight_dtype", "grad_dtype"), TYPES, ids=IDS)
+def test_into_a_second_copy_the_bits_are_those_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: None,
+    same_bits: Callable[..., None],
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    moment_dtype: torch.dtype,
+    decoupled: bool,
+    how: str,
+) -> None:
+    monkeypatch.setenv("PROTRAIN_HOST_KERNELS", how)
+    scalars, scale = _scalars(3, decoupled=decoupled), torch.tensor([0.37])
+    # Less than a block, one, one and a part, several runs of them.
+    for count, start in ((128, 0), (512, 128), (640, 0), (128 * 781, 128)):
+        old = random_states(count, weight_dtype, moment_dtype)
+        expected, before, new = copied(old), copied(old), _shifted(old, start)
+        grad = torch.randn(count).to(grad_dtype)
+        adam(*expected, grad, scalars, scale=scale, threads=2)
+        adam(*old, grad, scalars, scale=scale, threads=2, out=new)
+        weight = _shifted(old, start).weight
+        adam(*old, grad, scalars, scale=scale, threads=2, out=weight)
+        same_bits(weight, expected.weight)
+        check(new, expected, same_bits)
+        check(old, before, same_bits)
+
+
+def test_a_wrong_second_copy_is_named() -> None:
+    old, grad = random_states(256, torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
+    new = copied(old)
+    for wrong, message in (
+        (new._replace(exp_avg=old.exp_avg), r"out\.exp_avg overlaps exp_avg"),
+        (new._replace(exp_avg=old.exp_avg_sq), r"exp_avg_sq overlaps out\.exp_avg"),
+        (new._replace(exp_avg_sq=new.exp_avg), r"out\.exp_avg_sq overlaps out\.exp_avg"),
+        (new._replace(weight=grad), r"out\.weight overlaps grad"),
+        (new._replace(master=None), r"out\.master must be torch\.int16, not None"),
+        (new._replace(weight=new.weight.half()), r"out\.weight must be torch\.bfloat16"),
+        (random_states(128, torch.bfloat16), r"out\.weight has 128 elements and needs 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adam(*old, grad, _scalars(1), out=wrong)
+    for weight, message in (
+        (old.weight, r"out\.weight overlaps weight"),
+        (new.weight.half(), r"out\.weight must be torch\.bfloat16"),
+        (new.weight[:128], r"out\.weight has 128 elements and needs 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adam(*old, grad, _scalars(1), out=weight)
 
 
 def _arguments(count: int = 256) -> dict[str, Any]:

@@ -105,11 +105,13 @@ def test_updates_out_of_place_and_streamed(
     states, sums, scale = random_states(COUNT, dtype, moment_dtype), _sums(COUNT), torch.tensor([0.37])
     expected = copied(states)
     adam_reference(*expected, _torchs(sums, dtype, factor), SCALARS, scale=scale)
-    new, streamed = copied(states), copied(states)
+    new, weight, streamed = copied(states), torch.zeros_like(states.weight), copied(states)
     adam(*states, sums, SCALARS, gradient_factor=factor, scale=scale, out=new)
+    adam(*states, sums, SCALARS, gradient_factor=factor, scale=scale, out=weight)
     staging = AdamStaging(torch.device("cpu"), size_bytes=2 * 640 * 18)  # several pieces
     streamed_adam(*streamed, sums, SCALARS, staging, gradient_factor=factor, scale=scale)
     check(new, expected, same_bits)
+    same_bits(weight, expected.weight)
     check(streamed, expected, same_bits)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from protrain_kernels import AdamStaging, adam_reference, adam_scalars, streamed_adam
-from protrain_kernels.adam import launch_adam
-from protrain_kernels.streamed_adam import run_pieces
 from tests.kernels.states import random_states
 
 COUNT = 11 * 1024 + 384
@@ -47,30 +44,18 @@ def _check(found: Tensors, expected: Tensors, same_bits: Callable[..., None]) ->
         same_bits(tensor, expected[name])
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("piece", [128, 1280, 1 << 14])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @MOMENTS
 def test_pieces_on_the_cpu(
-    same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype, piece: int, slots: int
+    same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype, piece: int
 ) -> None:
     """With the copies, the slots in turn and the pieces' ends; the CPU stands in for the device."""
     tensors = _state(dtype, torch.float32, moment_dtype=moment_dtype)
     expected = _expected(tensors)
-    staging = AdamStaging(CPU, size_bytes=slots * piece * 18, slots=slots)
+    staging = AdamStaging(CPU, size_bytes=2 * piece * 18)
     staging.memory.fill_(0xFF)  # NaN
     assert _step(tensors, staging=staging) is None
-    _check(tensors, expected, same_bits)
-
-
-@MOMENTS
-def test_pieces_through_the_triton_kernel(same_bits: Callable[..., None], moment_dtype: torch.dtype) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("interprets the kernel, which is compiled here")
-    tensors = _state(torch.bfloat16, torch.bfloat16, moment_dtype=moment_dtype)
-    expected = _expected(tensors)
-    staging = AdamStaging(CPU, size_bytes=2 * 2048 * 18)
-    run_pieces(staging, tensors, functools.partial(launch_adam, scalars=SCALARS, scale=None))
     _check(tensors, expected, same_bits)
 
 
@@ -81,16 +66,14 @@ def test_nothing_to_update() -> None:
 
 def test_bad_arguments_are_named() -> None:
     tensors = _state(torch.bfloat16, torch.bfloat16)
-    with pytest.raises(ValueError, match="slots must be at least 1"):
-        AdamStaging(CPU, slots=0)
-    with pytest.raises(ValueError, match="size_bytes is 4000: 2 slots need 4608"):
+    with pytest.raises(ValueError, match="size_bytes is 4000: it must be at least 4608"):
         AdamStaging(CPU, size_bytes=4000)
     staging = AdamStaging(CPU, size_bytes=1 << 16)
     with pytest.raises(ValueError, match="exp_avg has 128 elements"):
         _step(tensors | {"exp_avg": torch.zeros(128)}, staging=staging)
     with pytest.raises(ValueError, match="scale must be one float32"):
         _step(tensors, scale=torch.zeros(2), staging=staging)
-    with pytest.raises(ValueError, match="weight is on meta, and must be on cpu"):
+    with pytest.raises(ValueError, match="weight must be in pinned host memory for cpu"):
         _step(tensors | {"weight": tensors["weight"].to("meta")}, staging=staging)
 
 
@@ -100,21 +83,12 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 class TestOnTheGpu:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("on_device", [(), ("grad",), ("weight", "grad")], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @MOMENTS
-    def test_same_bits(
-        self,
-        same_bits: Callable[..., None],
-        moment_dtype: torch.dtype,
-        dtype: torch.dtype,
-        on_device: tuple[str, ...],
-    ) -> None:
+    def test_same_bits(self, same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype) -> None:
         count = 1 << 20
         start = _state(dtype, torch.float32, count, moment_dtype)
-        tensors = {
-            name: tensor.cuda() if name in on_device else tensor.clone().pin_memory() for name, tensor in start.items()
-        }
+        tensors = {name: tensor.clone().pin_memory() for name, tensor in start.items()}
         scale = torch.tensor([0.3], device="cuda")
         expected = _expected(start, scale)
         staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 21)
@@ -124,7 +98,7 @@ class TestOnTheGpu:
         _check(tensors, expected, same_bits)
 
     def test_many_chunks_through_one_staging_area(self, same_bits: Callable[..., None]) -> None:
-        staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20, slots=3)
+        staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20)
         start = _state(torch.bfloat16, torch.bfloat16, 1 << 18)
         chunks = [{name: tensor.clone().pin_memory() for name, tensor in start.items()} for _ in range(6)]
         events = [_step(chunk, staging=staging) for chunk in chunks]
@@ -134,14 +108,14 @@ class TestOnTheGpu:
             event.synchronize()
             _check(chunk, expected, same_bits)
 
-    def test_a_gradient_that_is_still_being_computed_is_waited_for(self, same_bits: Callable[..., None]) -> None:
+    def test_a_gradient_that_is_still_on_its_way_is_waited_for(self, same_bits: Callable[..., None]) -> None:
         start = _state(torch.bfloat16, torch.float32, 1 << 18)
-        tensors = {name: tensor.clone().pin_memory() for name, tensor in start.items() if name != "grad"}
-        tensors["grad"] = torch.full((1 << 18,), torch.nan, device="cuda")
+        tensors = {name: tensor.clone().pin_memory() for name, tensor in start.items()}
+        tensors["grad"].fill_(torch.nan)
         values = start["grad"].cuda()
         torch.cuda.synchronize()
         torch.cuda._sleep(100_000_000)
-        tensors["grad"].copy_(values)
+        tensors["grad"].copy_(values, non_blocking=True)
         done = _step(tensors, staging=AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20))
         assert done is not None
         done.synchronize()

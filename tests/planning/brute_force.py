@@ -18,8 +18,8 @@ from tests.planning.machines import H100
 from tests.planning.models import MIB, equal_blocks, profile_of
 
 N = 8 * MIB  # elements of a chunk
-# Where kept attention saves a smaller share of a step it may be left unused.
-KEEPING_MUST_GAIN = 0.01
+# A mechanism that saves a smaller share of a step may be left unused.
+MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 MOVING_MUST_GAIN = 0.05
 CLOSE = 1.01  # the search may miss the best plan by so much
 
@@ -129,6 +129,17 @@ def that_streams(machine: HardwareProfile) -> HardwareProfile:
     return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
 
 
+def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
+    """Room in host memory for some second weights and hardly a whole copy, and where updates matter."""
+    draw = random.Random(seed)
+    profile = measured(draw, seed)
+    hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.5, 1.0, 2.0]), host_bytes=0)
+    memory = MemoryModel(profile, hardware, pack(profile, N))
+    beside_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
+    weights_bytes = draw.randint(1, 8) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
+    return profile, replace(hardware, host_bytes=beside_bytes + weights_bytes)
+
+
 class Faster(NamedTuple):
     """A plan that the search should have found."""
 
@@ -149,9 +160,12 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
                 continue
             least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
             updates = [  # the same whatever buffers there are
-                n_speculate
+                (n_speculate, n_weight_only)
                 for n_speculate in range(n_chunks - n_persist + 1 if runtime.steps.speculates else 1)
-                if memory.host_bytes(Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_sum), modes)
+                for n_weight_only in range(n_speculate + 1)
+                if memory.host_bytes(
+                    Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum), modes
+                )
                 <= hardware.host_bytes
             ]
             for n_buffer in range(least, most + 1):
@@ -160,14 +174,15 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
                     > hardware.device_bytes
                 ):
                     break
-                for n_speculate in updates:
-                    yield Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_sum)
+                for n_speculate, n_weight_only in updates:
+                    yield Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)
 
 
 def margin(counts: Counts, n_chunks: int, *, keep_attention: bool = False) -> float:
     """What a step time is multiplied by before plans are compared, for the mechanisms that must gain something."""
+    used = {**counts._asdict(), "keep_attention": keep_attention}
     moving = MOVING_MUST_GAIN if counts.n_persist < n_chunks or counts.n_ckpt or counts.n_swap else 0.0
-    return 1 + moving + KEEPING_MUST_GAIN * keep_attention
+    return 1 + moving + sum(share for name, share in MUST_GAIN.items() if used[name])
 
 
 def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = False) -> Faster | None:

@@ -155,9 +155,9 @@ def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfi
     return replace(H100, contention=(), **memory, **changes)
 
 
-def placed(n_persist: int, n_buffer: int, n_speculate: int = 0) -> Counts:
+def placed(n_persist: int, n_buffer: int, n_speculate: int = 0, n_weight_only: int = 0) -> Counts:
     """Counts of a runtime model's call, which takes the blocks' modes apart from them."""
-    return Counts(n_persist, n_buffer, n_swap=0, n_ckpt=0, n_speculate=n_speculate)
+    return Counts(n_persist, n_buffer, n_swap=0, n_ckpt=0, n_speculate=n_speculate, n_weight_only=n_weight_only)
 
 
 def busy_ms(timeline: Timeline, lane: int) -> float:

@@ -25,6 +25,7 @@ from tests.planning.brute_force import (
     random_machine,
     random_profile,
     that_streams,
+    tight_case,
 )
 from tests.planning.models import MIB, with_attention
 
@@ -99,7 +100,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ranks: inputs are offloaded": lambda: of_ranks(151),
     "ranks: whole weights stay of chunks whose states are in host memory": lambda: of_ranks(183),
     "ranks: updates inside backward": lambda: of_ranks(247),
-    "ranks: a swapped block, and a speculative update": lambda: of_ranks(272),
+    "ranks: a swapped block, and a speculative update of the weight": lambda: of_ranks(272),
 }
 
 
@@ -117,9 +118,9 @@ def test_no_plan_is_better_where_chunks_give_up_being_persistent(seed: int) -> N
     draw = random.Random(seed)
     profile, hardware = measured(draw, seed), random_machine(draw)
     found = search(profile, hardware, chunk_elements=N)
-    assert found.n_speculate > found.n_ckpt_swap == 0
+    assert found.n_speculate > found.n_weight_only == found.n_ckpt_swap == 0
     memory = MemoryModel(profile, hardware, pack(profile, N))
-    best_ms = fastest_ms(memory, lambda counts: counts.n_ckpt_swap == 0)
+    best_ms = fastest_ms(memory, lambda counts: counts.n_weight_only == counts.n_ckpt_swap == 0)
     assert found.step_ms <= CLOSE * best_ms
 
 
@@ -165,3 +166,12 @@ def test_attention_is_kept_where_that_gains(seed: int, gains: bool) -> None:
     without = search(unfused, hardware, chunk_elements=N, step_during_backward=inside)
     assert found.keep_attention is gains
     assert found.step_ms <= (0.99 if gains else CLOSE) * without.step_ms
+
+
+@pytest.mark.parametrize("seed", [28, 323])
+def test_updates_of_the_weight_alone_are_made_where_they_gain(seed: int) -> None:
+    profile, hardware = tight_case(seed)
+    found = check_search(profile, hardware)
+    assert found.n_weight_only > 0
+    memory = MemoryModel(profile, hardware, pack(profile, N))
+    assert found.step_ms < 0.99 * fastest_ms(memory, lambda counts: not counts.n_weight_only)

@@ -128,7 +128,7 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
     blocks = tuple(replace(block, attention_bytes=8 * MIB, attention_ms=5.0) for block in traced.blocks)
     traced = replace(traced, blocks=blocks)
-    counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2}
+    counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2, "n_weight_only": 1}
     plan = hand_made(traced, hardware, **counts)
     changes = explain(plan, traced, hardware).changes
     slower = with_host(hardware, slower_share(hardware))
@@ -177,17 +177,18 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_buffer", 1).impossible == "every non-persistent chunk has a buffer"
     assert found(changes, "n_swap", -1).impossible == "there is none to give up"
     assert found(changes, "n_ckpt", 1).impossible == "every block is swapped or checkpointed"
-    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0)  # with the buffer that it then needs
+    assert found(changes, "n_persist", -1).counts == (5, 1, 0, 6, 0, 0, 0, 0)  # with the buffer that it then needs
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
     assert found(changes, "keep_attention", 1).impossible == "no block has a fused attention"
+    assert found(changes, "n_weight_only", 1).impossible == "no other update is speculative"
     kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
     moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
     assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block are offloaded"
-    assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0)  # with as many inputs as it then has
+    assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0, 0)  # with as many inputs as it then has
     assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory has a speculative update"
     early = explain(hand_made(traced, hardware, n_persist=2, n_speculate=4), traced, hardware).changes
-    assert found(early, "n_persist", 1).counts[5] == 3  # with as many speculative updates as there are chunks
+    assert found(early, "n_persist", 1).counts[5:7] == (3, 0)  # with as many speculative updates as there are chunks
     one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
     assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
     plan = hand_made(traced, hardware, n_persist=0, n_buffer=1)

@@ -168,8 +168,9 @@ def test_every_rank_has_its_part_of_the_states(world_size: int, accumulation: in
             counts = Counts(n_persist, 1, 0, 4)
             least = memory.host_bytes(Counts(6, 1, 0, 4), modes)
             assert memory.host_bytes(counts, modes) - least == in_host
-            elements = sum(chunk.elements for chunk in away) // world_size
-            assert memory.copy_bytes(n_persist, len(away)) == 12 * elements
+            copies = memory.copy_bytes(n_persist, len(away), 1 if away else 0)
+            shards = [chunk.elements // world_size for chunk in away]
+            assert copies == 12 * sum(shards[1:]) + 2 * sum(shards[:1])
 
 
 def test_the_parts_of_device_memory_by_hand() -> None:
@@ -205,19 +206,20 @@ def test_the_parts_of_device_memory_by_hand() -> None:
 
 
 ROOMY = replace(MACHINE, host_bytes=10**12)
-SIZES = [("bfloat16", 12), ("float16", 14), ("float32", 12)]  # bytes a parameter of a second copy
+# Bytes a parameter of a whole second copy, and of one of the weight alone.
+SIZES = [("bfloat16", 12, 2), ("float16", 14, 2), ("float32", 12, 4)]
 
 
-@pytest.mark.parametrize(("dtype", "copied_bytes"), SIZES)
-def test_as_many_updates_are_speculative_as_host_memory_has_room_for(dtype: str, copied_bytes: int) -> None:
+@pytest.mark.parametrize(("dtype", "whole", "weight"), SIZES)
+def test_as_few_are_weight_only_as_host_memory_allows(dtype: str, whole: int, weight: int) -> None:
     profile = replace(chain(3.0, 6.0, n=8), dtype=dtype)
     memory = MemoryModel(profile, ROOMY, pack(profile, N))
-    for n_speculate in range(7):
-        room = N * n_speculate * copied_bytes
-        assert memory.copy_bytes(2, n_speculate) == room
-        more = memory.host_bytes(placed(2, 2, n_speculate), (NONE,) * 8)
+    for n_weight_only in range(6):
+        room = N * ((5 - n_weight_only) * whole + n_weight_only * weight)
+        assert memory.copy_bytes(2, 5, n_weight_only) == room
+        more = memory.host_bytes(placed(2, 2, 5, n_weight_only), (NONE,) * 8)
         assert more - memory.host_bytes(placed(2, 2), (NONE,) * 8) == room
         memory.hardware = replace(ROOMY, host_bytes=memory.least_host_bytes(2, 4000) + room)
-        assert memory.speculation(2, 6, 4000) == n_speculate
+        assert memory.speculation(2, 5, 4000) == (5, n_weight_only)
         memory.hardware = replace(ROOMY, host_bytes=memory.hardware.host_bytes - 1)
-        assert memory.speculation(2, 6, 4000) == max(0, n_speculate - 1)
+        assert memory.speculation(2, 5, 4000) == ((5, n_weight_only + 1) if n_weight_only < 5 else (4, 4))

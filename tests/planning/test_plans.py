@@ -146,8 +146,8 @@ def rate(hardware: HardwareProfile, *, inside: bool = False, **counts: Any) -> f
 
 @pytest.mark.parametrize(
     "counts",
-    [{}, {"n_speculate": 8}],
-    ids=["after_the_norm", "speculative"],
+    [{}, {"n_speculate": 8}, {"n_speculate": 8, "n_weight_only": 8}],
+    ids=["after_the_norm", "speculative", "weight_only"],
 )
 def test_alone_it_is_the_calibrated_one_and_beside_copies_less(counts: dict[str, Any]) -> None:
     assert rate(ALONE, **counts) == pytest.approx(5.0)

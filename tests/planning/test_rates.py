@@ -148,10 +148,11 @@ def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> dict[str, floa
     [
         ("update", HOST, {}, 18 / 26),
         ("speculative update", HOST, {"n_speculate": 8}, 18 / 26),
+        ("speculative weight", HOST, {"n_speculate": 8, "n_weight_only": 8}, 12 / 16),
         ("update", GPU, {}, 18 / 26),
         ("update", STREAM, {}, 18 / 26),
     ],
-    ids=["host", "speculative", "device", "streamed"],
+    ids=["host", "speculative", "weight_only", "device", "streamed"],
 )
 def test_each_kind_of_update(kind: str, lane: int, counts: dict[str, Any], share: float) -> None:
     whole, narrow = (of_kind(profile, kind, lane, **counts) for profile in (PROFILE, NARROW))

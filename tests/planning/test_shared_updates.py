@@ -1,4 +1,4 @@
-"""Updates of what lies in host memory, by the GPU as well."""
+"""Updates of what lies in host memory: by the GPU as well, and of the weight alone inside backward."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, pack
 from protrain.planning.rates import staging_bytes
 from protrain.planning.sharing import Waiting, next_for_gpu
-from protrain.planning.timeline import HOST, STREAM, Timeline
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import MACHINE, MOVE_MS, N, chain, model_of, placed
 
 NONE = BlockMode.NONE
@@ -93,3 +95,65 @@ def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_
 
 
 ROOMY = replace(MACHINE, host_bytes=10**12)
+
+
+def with_weights(profile: ModelProfile, hardware: HardwareProfile, n_weights: int, n_persist: int) -> HardwareProfile:
+    """Host memory for that many second weights of full chunks beside all that must be there, in chunks of N."""
+    memory = MemoryModel(profile, ROOMY, pack(profile, N))
+    room = n_weights * N * profile.element_bytes
+    return replace(hardware, host_bytes=memory.least_host_bytes(n_persist, 0) + room)
+
+
+def steps_of(update_ms: float, room: int = 7) -> tuple[RuntimeModel, list[float]]:
+    """The model and its steps by the number of weight-only updates, with room for so many second weights.
+
+    Of eight blocks with a forward of 2 and a backward of 20 ms, the first persistent.
+    """
+    profile = chain(2.0, 20.0, n=8)
+    hardware = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / update_ms)
+    runtime = RuntimeModel(MemoryModel(profile, with_weights(profile, hardware, room, 1), pack(profile, N)))
+    return runtime, [runtime.step_ms((NONE,) * 8, weight_only(1, 7, n)) for n in range(room + 1)]
+
+
+def weight_only(n_persist: int, n_buffer: int, n_speculate: int) -> Any:
+    """Counts whose speculative updates compute their weight alone."""
+    return placed(n_persist, n_buffer, n_speculate, n_weight_only=n_speculate)
+
+
+def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:
+    runtime, steps = steps_of(34.0)
+    found = runtime.timeline((NONE,) * 8, weight_only(1, 7, 6))
+    assert found.step_ms == steps[6]
+    begun = [one for one in found.operations if one.lane == HOST and one.start_ms > 0.0]
+    order = [one.name for one in begun]
+    deferred = [f"deferred update {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
+    assert order[:7] == ["update 7", *deferred]
+    assert order[7:13] == [f"speculative weight {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
+    assert order[13:] == order[:7]
+    for one in begun:
+        share = 16 / 26 if one.name.startswith("speculative weight") else 1.0
+        assert one.end_ms - one.start_ms == pytest.approx(34.0 * share, rel=1e-6)
+    # A backward takes 20 ms and an update 34: from the third gradient on each is flattened, and then the device waits.
+    down = {one.name: one.start_ms for one in found.operations if one.lane == DOWN}
+    done = {one.name: one.end_ms for one in begun[:7]}
+    assert down["gradients 6"] > done["deferred update 6"]
+    device = [one for one in found.operations if one.lane == GPU]
+    for chunk in (5, 4, 3, 2, 1):
+        end = done[f"deferred update {chunk}"]
+        assert down[f"gradients {chunk}"] == end
+        at = next(at for at, one in enumerate(device) if one.name == f"flatten {chunk}")
+        assert device[at].end_ms < end
+        assert device[at + 1].start_ms == end
+
+
+def test_what_a_weight_takes_is_calibrated() -> None:
+    """Calibration has bf16; another dtype takes as much longer as it moves more bytes."""
+    measured = replace(MACHINE, host_adam_weight_gparams=MACHINE.host_adam_gparams * 1.25)  # 1.625 by its bytes
+    for dtype, share in (
+        ("bfloat16", 0.8),
+        ("float16", 16 / 28 / (16 / 26) * 0.8),
+        ("float32", 20 / 28 * 26 / 16 * 0.8),
+    ):
+        profile = replace(chain(2.0, 20.0, n=8), dtype=dtype)
+        memory = MemoryModel(profile, with_weights(profile, measured, 3, 1), pack(profile, N))
+        assert RuntimeModel(memory).steps.weight_share == pytest.approx(share)

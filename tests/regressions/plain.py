@@ -89,7 +89,7 @@ def plain(make: Make = Blocks) -> tuple[nn.Module, Plain]:
 def offloaded(plan: protrain.Plan) -> protrain.Plan:
     """Nothing stays on the device, and every block is recomputed."""
     modes = tuple(type(mode)("ckpt") for mode in plan.block_modes)
-    counts = ["n_persist", "n_swap", "n_ckpt_swap", "n_speculate", "n_device_sum"]
+    counts = ["n_persist", "n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "n_device_sum"]
     changes: dict[str, Any] = {**dict.fromkeys(counts, 0), "n_ckpt": len(modes), "block_modes": modes}
     return replace(plan, stream=False, keep_attention=False, **changes)
 

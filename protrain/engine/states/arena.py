@@ -208,9 +208,9 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     """All chunks, with zeros in their states. The arena is reserved in one piece.
 
     Persistent chunks have their weights and masters only, until ``complete_chunks`` gives them the rest. The first
-    ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes. All states in host
-    memory are pinned if the device may update them. Gradients that share memory are not allocated here, but the arena
-    is reserved for them too.
+    ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
+    ``plan.n_weight_only`` of these a second copy of the weight only. All states in host memory are pinned if the device
+    may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.
     """
     planned = [planned_states(record, layout, plan, memory.dtype) for record in layout.chunks]
     copied = [_copied_states(record, plan, memory.dtype) for record in layout.chunks]
@@ -244,7 +244,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
                 offloaded=memory.streams.event(),
                 uploaded=memory.streams.event(),
                 updated=memory.streams.event(),
-                speculative=AdamStates(**{"master": None, **copies}) if copies else None,
+                speculative=AdamStates(**{"master": None, **copies}) if "exp_avg" in copies else copies.get("weight"),
                 **states,
             )
         )
@@ -256,7 +256,7 @@ def _copied_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[
     place = record.index - plan.n_persist  # among the chunks in host memory
     if not record.trainable or not 0 <= place < plan.n_speculate:
         return {}
-    return _weight_states(record, plan, dtype)
+    return {"weight": dtype} if place < plan.n_weight_only else _weight_states(record, plan, dtype)
 
 
 def _host_bytes(

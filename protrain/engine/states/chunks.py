@@ -17,7 +17,8 @@ has queued and not waited for. Only the main thread changes it, or the thread th
     CURRENT     nothing: the states are those of the last step, and nothing reads the gradient
     SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit. Another
                 gradient or an edit of weights ends it, and the update is then done anew.
-    UPDATING    the update of a step, after which the states are those of the step
+    UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
+                may follow it.
 
 ``protrain.engine.states.arena`` makes chunks from a plan.
 """
@@ -127,16 +128,21 @@ class Chunk:
     accumulator: Tensor | None = None
     accumulator_on_host: bool = False
     sum_factor: float = 1.0  # by which an update multiplies the sum in ``accumulator``: that of EngineMemory
-    speculative: AdamStates | None = None  # what a speculative update writes, and a commit exchanges for the states
+    # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
+    speculative: AdamStates | Tensor | None = None
     # What lies in it, in the order of offsets: names by the index in ModelProfile.parameters. Members would refer back
     # to the chunk, and the memory of a model that is dropped has to go as soon as the last update has let it go.
     parameters: dict[int, str] = field(default_factory=dict, init=False)
     resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
+    # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
+    current_weight: Tensor = field(init=False)
     state: ChunkState = field(default=ChunkState.CURRENT, init=False)
-    _job: Job | None = field(default=None, init=False)  # that reads the gradient and the states, unless CURRENT
+    update: Job | None = field(default=None, init=False)  # after which the weight is that of the step, while UPDATING
+    _last: Job | None = field(default=None, init=False)  # that reads the gradient or writes states, unless CURRENT
 
     def __post_init__(self) -> None:
         self.resident = self.persistent and not self.ranks.several
+        self.current_weight = self.weight
 
     @property
     def shard_elements(self) -> int:
@@ -158,32 +164,39 @@ class Chunk:
         """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
         return 1.0 if self.accumulator is None or self.grad is not None else self.sum_factor
 
-    def begin(self, state: ChunkState, job: Job) -> None:
-        """The host gets ``job`` to do."""
-        self.state, self._job = self.state.become(state), job
+    def begin(self, state: ChunkState, job: Job, *, then: Job | None = None) -> None:
+        """The host gets ``job`` to do, and ``then`` after it."""
+        self.state = self.state.become(state)
+        self._last, self.update = then or job, job if state is ChunkState.UPDATING else None
 
     def is_updated(self) -> bool:
         """Whether the weight in host memory is that of the last step. It never is after an update that has failed."""
-        return self._job is None or self.state is ChunkState.SPECULATED or self._job.succeeded
+        return self.update is None or self.update.succeeded
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
-        if self._job is not None and self.state is ChunkState.UPDATING:
-            self._job.result()
+        if self.update is not None:
+            self.update.result()
 
     def wait(self) -> None:
         """Block until nothing that was queued reads the gradient, or reads or writes the states."""
-        if self._job is None:
+        if (last := self._last) is None:
             return
-        if self.state is ChunkState.SPECULATED:
-            self._job.exception()  # the update has left the states unchanged and is done anew
+        if self.update is None:
+            last.exception()  # of a speculative update, which has left the states unchanged and is done anew
         else:
-            self._job.result()  # an error is raised in all who wait
-        self.state, self._job = self.state.become(ChunkState.CURRENT), None
+            self.update.result()
+            last.result()  # an error in either is raised in all who wait
+        self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
 
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._job is None or self._job.done()
+        return self._last is None or self._last.done()
+
+    @property
+    def speculates_weight_only(self) -> bool:
+        """Whether a speculative update computes the weight only."""
+        return isinstance(self.speculative, Tensor)
 
     def adam(
         self,
@@ -222,14 +235,20 @@ class Chunk:
         assert copy is not None
         how: dict[str, Any] = {"gradient_factor": self.gradient_factor, "scale": scale, "threads": threads}
         for part, scalars in pieces:
-            adam(*self.states.part(part), gradient[part], scalars, out=copy.part(part), **how)
+            new = copy[part] if isinstance(copy, Tensor) else copy.part(part)
+            adam(*self.states.part(part), gradient[part], scalars, out=new, **how)
 
     def commit(self) -> None:
-        """Take over what ``adam_speculatively`` wrote."""
+        """Take over what ``adam_speculatively`` wrote. If that is the weight only, the other states come later."""
         assert self.speculative is not None
+        if isinstance(self.speculative, Tensor):
+            self.uploaded.synchronize()  # it reads the weight before: from now on uploads read the speculative one
+            self.current_weight = self.speculative
+            return
         before = self.states
         self.weight, self.master, self.exp_avg, self.exp_avg_sq = self.speculative
         self.speculative = before
+        self.current_weight = self.weight
 
     @property
     def states(self) -> AdamStates:

@@ -99,9 +99,10 @@ class UpdateState(State):
 
     PENDING = "pending", "speculated", "updated"
     SPECULATED = "speculated", "committed", "redone"
-    COMMITTED = ("committed",)
+    COMMITTED = "committed", "caught up"
     UPDATED = ("updated",)
     REDONE = ("redone",)
+    CAUGHT_UP = ("caught up",)
 
 
 class HostOptimizer:
@@ -109,7 +110,7 @@ class HostOptimizer:
 
     Args:
         threads: number of host threads.
-        rate: of its updates.
+        rate: of the updates that compute all states.
         buffers: the weights that are updated are uploaded to them.
     """
 
@@ -169,6 +170,7 @@ class HostUpdate:
         COMMITTED   the step has asked for what was done, and the copies are exchanged
         UPDATED     it was done at the step's request
         REDONE      the same, as the step has asked for something else than was done speculatively
+        CAUGHT_UP   the copy had the weight only, and the other states have followed
     """
 
     chunk: Chunk
@@ -183,6 +185,7 @@ class HostUpdate:
     pieces: list[Piece] = field(init=False)
     scale: Scale = field(init=False)  # the factor on the gradient
     job: Job = field(init=False)  # after which the weight is that of the step
+    deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
 
     def run_in_backward(self) -> None:
         """Do the update inside backward, if there is still time for it."""
@@ -202,13 +205,13 @@ class HostUpdate:
         _wait_for_gradient(chunk, NO_SCALE)
         self.assumed = pieces, factor
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        with self.host.rate.timing(pieces):
+        with nullcontext() if chunk.speculates_weight_only else self.host.rate.timing(pieces):
             chunk.adam_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
     def begin(self) -> None:
         """From now on fetches of the chunk wait for the job."""
-        self.chunk.begin(ChunkState.UPDATING, self.job)
+        self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""
@@ -233,6 +236,13 @@ class HostUpdate:
         _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
         self._end(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
+
+    def catch_up(self) -> None:
+        """Update all states if the step has committed the speculative weight."""
+        if self.state is UpdateState.COMMITTED:
+            self.host.update(self.chunk, self.pieces, self.gradient, self.scale)
+            self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
+            self._go_to(UpdateState.CAUGHT_UP)
 
     def _end(self, new: UpdateState) -> None:
         """The weight is that of the step. If a buffer waits for it, it is uploaded."""

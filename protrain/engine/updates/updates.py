@@ -8,6 +8,10 @@ If it was, the copies are exchanged, which costs nothing. If it was not, the upd
 nobody has touched. Either way the bits are those of an update at step(). After a step that was not as assumed, the next
 step has no speculative updates.
 
+The next forward needs nothing but weights. So the speculative updates of ``Plan.n_weight_only`` chunks compute the
+weight only, which takes less memory and time. The other states are updated after all updates that a forward waits for;
+such an update is called deferred. The host computes more in all, but not while the step waits for it.
+
 Gradients arrive in the opposite order to that in which the next forward needs their chunks. So a speculative update
 that the host has not begun by the end of backward is not done; the chunk is updated in the order of need instead. The
 same order holds after backward for updates inside backward (``step_during_backward``), which wait for no step() and
@@ -137,8 +141,9 @@ class Updates:
         if not pieces:  # the shard is padding
             return
         update = self._begun[chunk] = self._new_update(chunk)
+        what = "weight" if chunk.speculates_weight_only else "update"
         speculate = functools.partial(update.speculate, pieces, self._unscaling)
-        update.early = self.worker.submit(speculate, f"speculative update {chunk.index}")
+        update.early = self.worker.submit(speculate, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, update.early)
 
     def forget(self) -> None:
@@ -249,6 +254,8 @@ class Updates:
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
             update = self._new_update(chunk)
+        elif chunk.speculates_weight_only:
+            update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         update.pieces, update.scale = pieces, scale
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
@@ -264,6 +271,9 @@ class Updates:
             self.worker.queue(update.job)
         if self.streamer is not None:
             self.streamer.share(updates, norm)
+        for update in reversed(updates):  # in the order in which the next backward needs the memory of their gradients
+            if update.deferred is not None:
+                self.worker.queue(update.deferred)
         # No job of an update tells that all are done, as each may have run ahead of its turn.
         self._all_done = [each.submit(lambda: None) for each in self.workers]
 

@@ -261,7 +261,7 @@ class BufferPool:
                 self.streams.compute.record_event(buffer.free)
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
-        weight, h2d, self._last_upload = chunk.weight, self.streams.h2d, buffer.uploaded
+        weight, h2d, self._last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
         self.fetches += 1
         self.uploaded_bytes += 0 if chunk.persistent else weight.nbytes
         h2d.wait_event(chunk.updated)

@@ -161,7 +161,7 @@ def weight_of(handle: Handle) -> Tensor:
             "that, as protrain.wrap reduces gradients over all ranks"
         )
     chunk.wait_for_update()
-    return member.view(chunk.weight).to(engine.memory.device, copy=True)
+    return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
 
 
 def _copy_by_one_operation(parameter: ReleasedParameter) -> WeightCopy:

@@ -210,6 +210,10 @@ class AdamChunk(NamedTuple):
         """One AdamW step where the chunk lies."""
         adam(*self, _STEP, threads=threads)
 
+    def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
+        """Write the weight that a step in host memory would leave to ``new_weight``, and nothing else."""
+        adam(*self, _STEP, threads=threads, out=new_weight)
+
 
 def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
     """The numbers of threads to try: powers of two, as many as there are cores that are not ``taken``, and one fewer.
@@ -242,16 +246,18 @@ def portions_of(chunks: Sequence[AdamChunk]) -> list[list[AdamChunk]]:
 def host_updates(chunks: Sequence[AdamChunk], threads: int) -> dict[str, Activity]:
     """AdamW by the host on a portion of ``chunks`` at a time. The amounts are in 1e9 parameters.
 
-    It has moments in fp32, or in bf16.
+    It updates all states, or makes the weight alone, or has moments in bf16.
     """
     portions = portions_of(chunks)
     elements, bf16 = portions[0][0].elements, torch.bfloat16
+    new_weight = torch.empty(elements, dtype=bf16)
     narrow = {
         "exp_avg": random_tensor(elements, bf16, CPU),
         "exp_avg_sq": random_tensor(elements, bf16, CPU).abs_(),
     }
     ways: dict[str, Callable[[AdamChunk], None]] = {
         "host_adam": lambda part: part.update(threads),
+        "host_adam_weight": lambda part: part.make_weight(new_weight, threads),
         "host_adam_narrow": lambda part: part._replace(**narrow).update(threads),
     }
 

@@ -51,14 +51,12 @@ def report(profile: HardwareProfile) -> str:
     )
 
 
-def machine_warnings(effort: Effort, names: Sequence[str], *, torch_threads: int, cores: int) -> list[str]:
+def machine_warnings(effort: Effort, names: Sequence[str]) -> list[str]:
     """Warns of what slows the planned training down, or makes the rates wrong, before anything is measured.
 
     Args:
         effort: the sizes that are measured.
         names: of the devices of all ranks.
-        torch_threads: how many threads torch was going to use.
-        cores: how many cores this process may use.
     """
     found, kinds = [], list(dict.fromkeys(names))
     if effort.size < _LARGE_ENOUGH:
@@ -71,11 +69,6 @@ def machine_warnings(effort: Effort, names: Sequence[str], *, torch_threads: int
         found.append(
             f"ranks have unlike GPUs: {' and '.join(kinds)}. All ranks follow one plan, so the least memory and the "
             "slowest rates count: let CUDA_VISIBLE_DEVICES name GPUs of one kind"
-        )
-    if torch_threads < cores:
-        found.append(
-            f"torch uses {torch_threads} of the {cores} cores of this process: unset OMP_NUM_THREADS (torchrun sets it "
-            f"to 1) or set it to {cores}"
         )
     return found
 

@@ -98,15 +98,14 @@ def calibrate(
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
         threads = max(1, usable_cores() // ranks.on_node)
-        before = torch.get_num_threads()
-        stack.callback(torch.set_num_threads, before)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         effort = Effort(
             seconds=seconds,
             host_room_bytes=base.host_bytes // ranks.on_node,
             device_room_bytes=base.device_bytes,
         )
-        warnings = machine_warnings(effort, names, torch_threads=before, cores=threads)
+        warnings = machine_warnings(effort, names)
         measured = Calibration(target, effort, ranks, threads=threads, progress=progress).run(warnings)
         profile = replace(base, source="measured", composed=(), **vars(machine), **measured)
         # One process of every host stores it, as hosts may not share a home, and one for each kind of GPU there.

@@ -1,0 +1,373 @@
+"""Families of models in tiny: how each is built, which batches it trains on, and which loss its users take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.engine.family_batches import (
+    IMAGE,
+    VOCABULARY,
+    Batch,
+    Draw,
+    boxed,
+    forecast,
+    ids,
+    labelled,
+    language,
+    masked,
+    padded,
+    paired,
+    pictures,
+    shown,
+    shown_as_patches,
+    shown_as_tiles,
+    shown_in_lists,
+    spoken,
+    translated,
+    waves,
+)
+
+# The sizes of a tiny model. A configuration, and each part of one, gets those of which it has the setting.
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "hidden_dim", "out_hidden_size", "encoder_hidden_size"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 3),
+    **dict.fromkeys(("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "depth"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "linear_key_head_dim", "linear_value_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "context_length"), 64),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "image_size"), 32),
+    **dict.fromkeys(("patch_size", "sliding_window", "chunk_size", "block_size"), 8),
+    **{"word_embed_proj_dim": 32, "num_experts_per_tok": 2, "projection_dim": 16},
+}
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss that the model returns, alone or among other things."""
+    output = model(**batch)
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture in tiny. ``make`` builds equal models for equal states of torch's random generator."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    draw: Draw
+
+    def batches(self, count: int) -> list[Batch]:
+        """Different batches that are the same in every run."""
+        generator = torch.Generator().manual_seed(0)
+        return [self.draw(generator) for _ in range(count)]
+
+
+def tiny_config(name: str, settings: dict[str, Any]) -> Any:
+    """The configuration of a family of transformers with SIZES and ``settings``, in which those of a part are a dict.
+
+    A part of another family than usual has its name as ``model_type``.
+    """
+    from transformers import AutoConfig
+
+    default = vars(AutoConfig.for_model(name))
+    found = {key: size for key, size in SIZES.items() if default.get(key) is not None} | settings
+    for key in default.keys() | settings.keys():
+        part = settings.get(key, {})
+        kind = part.get("model_type") if isinstance(part, dict) else None
+        kind = kind or getattr(default.get(key), "model_type", None)
+        if kind:
+            own = {setting: value for setting, value in part.items() if setting != "model_type"}
+            found[key] = tiny_config(kind, own).to_dict()
+    unchecked = found.pop("unchecked", {})
+    config = AutoConfig.for_model(name, **found)
+    vars(config).update(unchecked)
+    return config
+
+
+def make_of_transformers(name: str, head: str, settings: dict[str, Any]) -> nn.Module:
+    """The tiny model, as the model class or Auto class ``head`` builds it."""
+    import transformers
+
+    config, model_class = tiny_config(name, settings), getattr(transformers, head)
+    model: nn.Module = model_class.from_config(config) if head.startswith("AutoModel") else model_class(config)
+    return model
+
+
+# -- families of transformers ------------------------------------------------------------------------------------------
+
+STAGES = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32], "layer_type": "basic"}
+SWIN = {**STAGES, "image_size": 64, "depths": [1] * 4, "num_heads": [2] * 4}
+LLAMA: dict[str, dict[str, Any]] = {"text_config": {"model_type": "llama"}}
+DECODERS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt_neox": {},
+    "opt": {"word_embed_proj_dim": 16},
+    "bloom": {},
+    "falcon": {"new_decoder_architecture": False, "hidden_dropout": 0.1},
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gemma3n_text": {
+        **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4},
+        "unchecked": {"altup_coef_clip": None},  # with a limit the model writes its weights in forward
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0],
+    },
+    "phi": {"resid_pdrop": 0.1},
+}
+MIXTURES_AND_RECURRENT: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_experts_per_tok": 1},  # some experts get no gradient
+    "deepseek_v3": {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "gpt_oss": {},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 64},
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 8, "head_dim": 16, "n_groups": 1},
+    # With rescale_every the model writes its weights when evaluation begins and ends.
+    "rwkv": {"attention_hidden_size": 32, "rescale_every": 0},
+    "jamba": {
+        **{"num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False},
+        **{"expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_dt_rank": 4},
+    },
+    "zamba2": {
+        **{"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+        **{"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 1, "use_mem_rope": True},
+        **{"num_key_value_heads": 4},
+    },
+    "qwen3_next": {"num_hidden_layers": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    "minimax": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "albert": {"embedding_size": 16, "num_hidden_groups": 1, "hidden_dropout_prob": 0.1},
+    "deberta-v2": {
+        **{"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 8},
+        **{"conv_kernel_size": 3, "conv_act": "gelu"},
+    },
+    "longformer": {"max_position_embeddings": 70, "attention_window": [8, 8, 8]},
+    "perceiver": {
+        **{"num_latents": 8, "d_latents": 32, "num_blocks": 1, "num_self_attends_per_block": 2},
+        **{"num_self_attention_heads": 4, "num_cross_attention_heads": 4, "max_position_embeddings": 16},
+    },
+}
+SEQUENCE_TO_SEQUENCE: dict[str, dict[str, Any]] = {
+    "t5": {"decoder_start_token_id": 0},
+    "switch_transformers": {
+        **{
+            "decoder_start_token_id": 0,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "expert_capacity": 8,
+        },
+    },
+    "bart": {},
+}
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "vit": {"hidden_dropout_prob": 0.1},
+    "swin": STAGES,
+    "resnet": {**RESNET, "depths": [2, 2]},
+}
+OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
+    "encoder-decoder": (
+        "EncoderDecoderModel",
+        translated,
+        {
+            **{"encoder": {"model_type": "bert"}, "decoder": {"model_type": "gpt2", "add_cross_attention": True}},
+            **{"decoder_start_token_id": 1, "pad_token_id": 0},
+        },
+    ),
+    "deformable_detr": (
+        "DeformableDetrForObjectDetection",
+        boxed,
+        {
+            "backbone_config": {"model_type": "resnet", **RESNET, "depths": [1, 1], "out_features": ["stage2"]},
+            **{"num_queries": 8, "auxiliary_loss": True, "num_feature_levels": 2, "num_labels": 3},
+        },
+    ),
+    "mask2former": (
+        "Mask2FormerForUniversalSegmentation",
+        masked,
+        {
+            "backbone_config": {"model_type": "swin", **SWIN, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+            **dict.fromkeys(("feature_size", "mask_feature_size"), 32),
+            **dict.fromkeys(("encoder_feedforward_dim", "dim_feedforward", "train_num_points"), 64),
+            **{"decoder_layers": 3, "num_queries": 8, "num_labels": 3},
+        },
+    ),
+    "vit_mae": (
+        "ViTMAEForPreTraining",
+        pictures,
+        {
+            **{"decoder_num_attention_heads": 4, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 2},
+            "decoder_intermediate_size": 32,
+        },
+    ),
+    "clip": ("CLIPModel", paired, {}),
+    "llava": ("LlavaForConditionalGeneration", partial(shown, parts=16), {**LLAMA, "image_token_index": IMAGE}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        shown_as_patches,
+        {
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+            },
+            "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]},
+            **{"image_token_id": IMAGE, "vision_start_token_id": 4, "vision_end_token_id": 5, "video_token_id": 6},
+        },
+    ),
+    "idefics2": (
+        "Idefics2ForConditionalGeneration",
+        shown_in_lists,
+        {
+            "perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 2, "resampler_n_heads": 4}
+            | {"resampler_head_dim": 8},
+            "image_token_id": IMAGE,
+        },
+    ),
+    "mllama": (
+        "MllamaForConditionalGeneration",
+        shown_as_tiles,
+        {
+            "text_config": {"cross_attention_layers": [1]},
+            "vision_config": {
+                **{"num_hidden_layers": 2, "num_global_layers": 1, "max_num_tiles": 1},
+                **{"intermediate_layers_indices": [0, 1], "vision_output_dim": 96, "supported_aspect_ratios": [[1, 1]]},
+            },
+        },
+    ),
+    "blip-2": (
+        "Blip2ForConditionalGeneration",
+        shown,
+        {
+            "qformer_config": {"num_hidden_layers": 2, "cross_attention_frequency": 1},
+            **{"num_query_tokens": 4, "image_token_index": IMAGE},
+        },
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        spoken,
+        {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "dropout": 0.1},
+    ),
+    "wav2vec2": (
+        "Wav2Vec2ForCTC",
+        waves,
+        {
+            **{"conv_dim": [16, 16], "conv_kernel": [10, 4], "conv_stride": [5, 4], "layerdrop": 0.0},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4},
+        },
+    ),
+    "time_series_transformer": (
+        "TimeSeriesTransformerForPrediction",
+        forecast,
+        {
+            **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "num_time_features": 1},
+            **{"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2]},
+        },
+    ),
+}
+
+
+# -- modules that no library brought -----------------------------------------------------------------------------------
+
+
+class Level(nn.Module):
+    """A convolution that is told the time, and attention over all places."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, inputs)
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.time = nn.Linear(32, outputs)
+        self.attention = nn.MultiheadAttention(outputs, 4, batch_first=True)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = self.conv(functional.silu(self.norm(x))) + self.time(time)[:, :, None, None]
+        flat = x.flatten(2).transpose(1, 2)
+        attended: Tensor = self.attention(flat, flat, flat, need_weights=False)[0]
+        return x + attended.transpose(1, 2).view_as(x)
+
+
+class UNet(nn.Module):
+    """Predicts the noise in pictures. What a level hands down comes back to the level of its size on the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 32), nn.SiLU())
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
+        self.down = nn.ModuleList([Level(16, 16), Level(16, 32)])
+        self.middle = Level(32, 32)
+        self.up = nn.ModuleList([Level(64, 16), Level(32, 16)])
+
+    def forward(self, noisy: Tensor, step: Tensor) -> Tensor:
+        time = self.time(step)
+        x, kept = self.first(noisy), []
+        for level in self.down:
+            x = level(x, time)
+            kept.append(x)
+            x = functional.avg_pool2d(x, 2)
+        x = self.middle(x, time)
+        for level in self.up:
+            x = functional.interpolate(x, scale_factor=2.0)
+            x = level(torch.cat([x, kept.pop()], 1), time)
+        return functional.mse_loss(self.last(x), noisy)
+
+
+class Recurrent(nn.Module):
+    """A language model of stacked LSTMs whose head shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList(nn.LSTM(32, 32, batch_first=True) for _ in range(3))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return functional.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def noise(g: torch.Generator) -> Batch:
+    return {"noisy": torch.randn(2, 3, 16, 16, generator=g), "step": torch.randint(100, (2,), generator=g)}
+
+
+def all_families() -> list[Family]:
+    of_one_kind: list[tuple[str, Draw, dict[str, dict[str, Any]]]] = [
+        ("AutoModelForCausalLM", padded, DECODERS),
+        ("AutoModelForCausalLM", language, MIXTURES_AND_RECURRENT),
+        ("AutoModelForMaskedLM", padded, ENCODERS),
+        ("AutoModelForSeq2SeqLM", padded, SEQUENCE_TO_SEQUENCE),
+        ("AutoModelForImageClassification", labelled, CLASSIFIERS),
+    ]
+    models = {name: (head, draw, own) for head, draw, each in of_one_kind for name, own in each.items()} | OTHERS
+    return [
+        *(
+            Family(name=name, make=partial(make_of_transformers, name, head, settings), draw=draw)
+            for name, (head, draw, settings) in models.items()
+        ),
+        Family(name="diffusion UNet", make=UNet, draw=noise),
+        Family(name="LSTM", make=Recurrent, draw=lambda g: {"tokens": ids(g)}),
+    ]
+
+
+FAMILIES = {family.name: family for family in all_families()}
