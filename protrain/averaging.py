@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import own_elements, read_own_master, whole, write_master
+from protrain.engine.states.parameter_state import local_elements, read_local_master, whole, write_master
 from protrain.engine.weights.state_hooks import members_of
 
 
@@ -41,7 +41,7 @@ class AveragedWeights:
             raise ValueError(f"decay must be at least 0 and less than 1, not {decay!r}")
         self._model = model
         self._decay = decay
-        self._own: dict[str, Tensor] = {}  # of each parameter what this rank has, 1-d
+        self._local: dict[str, Tensor] = {}  # of each parameter what this rank has, 1-d
 
     @torch.inference_mode(False)  # which the averages must be written outside of, too
     @torch.no_grad()
@@ -55,11 +55,11 @@ class AveragedWeights:
         engine.memory.ranks.note(f"AveragedWeights.update() with decay={self._decay}")
         with engine.quiet():
             for member in members:
-                master = read_own_master(member)
-                if member.name in self._own:
-                    self._own[member.name].lerp_(master, 1 - self._decay)
+                master = read_local_master(member)
+                if member.name in self._local:
+                    self._local[member.name].lerp_(master, 1 - self._decay)
                 else:
-                    self._own[member.name] = master
+                    self._local[member.name] = master
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class AveragedWeights:
         """
         engine, members = self._members()
         engine.memory.ranks.meet("AveragedWeights.applied()")
-        if not self._own:
+        if not self._local:
             raise MisuseError("there is no average yet: call update() after steps of the training")
         engine.refuse_write("AveragedWeights.applied()")
         self._exchange(engine, members)
@@ -88,9 +88,9 @@ class AveragedWeights:
         """The averages by name, whole. All ranks must call it, and each gets them."""
         engine, members = self._members()
         engine.memory.ranks.meet("the state_dict() of AveragedWeights")
-        if not self._own:
+        if not self._local:
             return {}
-        return {member.name: whole(member, self._own[member.name]).clone() for member in members}
+        return {member.name: whole(member, self._local[member.name]).clone() for member in members}
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -104,8 +104,8 @@ class AveragedWeights:
         if {m.name: m.shape for m in members} != {name: value.shape for name, value in state_dict.items()}:
             raise ValueError("the averages are of another model, as their names or shapes differ")
         for member in members:
-            own = state_dict[member.name].detach().float().reshape(-1)[own_elements(member)]
-            self._own[member.name] = own.clone()
+            own = state_dict[member.name].detach().float().reshape(-1)[local_elements(member)]
+            self._local[member.name] = own.clone()
 
     def _members(self) -> tuple[Engine, list[Member]]:
         engine, members = members_of(self._model, "AveragedWeights")
@@ -119,7 +119,7 @@ class AveragedWeights:
         """Exchange masters and averages, one parameter at a time."""
         with engine.quiet():
             for member in members:
-                master = read_own_master(member)
-                write_master(member, self._own[member.name], own_elements(member))
-                self._own[member.name] = master
+                master = read_local_master(member)
+                write_master(member, self._local[member.name], local_elements(member))
+                self._local[member.name] = master
             engine.weights_changed([member.chunk for member in members])

@@ -27,7 +27,7 @@ from protrain.common import tables
 from protrain.common.cache import on_disk
 from protrain.common.errors import MisuseError, PlanError
 from protrain.common.parameters import is_managed, refuse_moves, unmanaged_bytes
-from protrain.common.progress import COUNTED, heard, note, stage
+from protrain.common.progress import COUNTED, heard, print_line, stage
 from protrain.consensus import ProfilingTogether, largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies, warn_of_little_memory
 from protrain.distributed.agreement import generate_together
@@ -231,7 +231,7 @@ def _begin_training(
     start_as_first(model, ranks)
     if options.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         why = why_not_cached(target)
-        note(_NOT_CALIBRATED if why is None else f"{_NOT_CALIBRATED}; {why}")
+        print_line(_NOT_CALIBRATED if why is None else f"{_NOT_CALIBRATED}; {why}")
     with ExitStack() as changes:
         model_profile = largest_of_all(
             ranks,
@@ -242,7 +242,7 @@ def _begin_training(
             chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))
             models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
         said = f"{in_short(chosen, models)}\nthe plan: {chosen}"
-        note(tables.wrapped(said, tables.WIDTH - len("protrain: "), indent="  "))
+        print_line(tables.wrapped(said, tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
         with stage("moving model states into place") as show:
             engine = build_engine(
@@ -327,7 +327,7 @@ def _profile(
             finally:
                 undo()
             changes.callback(change())
-    note(COUNTED)
+    print_line(COUNTED)
     return counted
 
 

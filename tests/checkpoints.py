@@ -35,14 +35,17 @@ class PlainOptimizer:
     def parameter_names(self) -> list[str]:
         return [name for name, p in self.model.named_parameters() if p.is_floating_point()]
 
-    def own_elements(self, name: str) -> slice:
+    def local_elements(self, name: str) -> slice:
         return slice(0, self.model.get_parameter(name).numel())
 
     def export_parts(self, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
         for name in names:
             parameter = self.model.get_parameter(name)
             state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
-            yield name, Part(parameter.shape, self.own_elements(name), {"master": parameter.detach().clone(), **state})
+            yield (
+                name,
+                Part(parameter.shape, self.local_elements(name), {"master": parameter.detach().clone(), **state}),
+            )
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         parameter = self.model.get_parameter(name)
@@ -51,7 +54,7 @@ class PlainOptimizer:
 
     def import_parts(self, parts: Iterable[tuple[str, slice, dict[str, torch.Tensor]]]) -> None:
         for name, elements, tensors in parts:
-            assert elements == self.own_elements(name)
+            assert elements == self.local_elements(name)
             parameter = self.model.get_parameter(name)
             whole = {k: value if k == "step" else value.view(parameter.shape) for k, value in tensors.items()}
             with torch.no_grad():

@@ -68,7 +68,7 @@ def test_objects_move_themselves_and_the_callers_stay() -> None:
 def test_a_copy_is_independent_of_the_batch() -> None:
     twice = torch.ones(2, requires_grad=True)
     batch = (twice, twice, {"computed": twice * 2})
-    copy = batches.own_copy(batch)
+    copy = batches.fresh_copy(batch)
     assert copy[0] is copy[1]
     assert copy[2]["computed"].is_leaf
     (copy[0] + copy[2]["computed"]).sum().backward()
@@ -161,7 +161,7 @@ def test_an_own_copy_of_a_part_holds_what_the_part_holds() -> None:
     """A batch that is a slice of a data set keeps the whole set alive in training, and so it does in the profile."""
     whole = torch.arange(88, dtype=torch.float32).view(11, 8)
     given = (whole[:2], whole.t()[1], whole[3].expand(4, 8))
-    copied = batches.own_copy(given)
+    copied = batches.fresh_copy(given)
     for ours, theirs in zip(copied, given, strict=True):
         assert torch.equal(ours, theirs)
     assert copied[0].untyped_storage().nbytes() == whole.nbytes

@@ -102,7 +102,7 @@ def test_what_nobody_reads_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(sys, "stderr", pipe)
         os.close(reader)
         with progress.stage("planning"):
-            progress.note("something")
+            progress.print_line("something")
         print("also what others write", file=pipe)
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)

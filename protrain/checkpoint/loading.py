@@ -21,7 +21,7 @@ from protrain.checkpoint.manifest import (
     set_random_state,
     verify_bytes,
 )
-from protrain.checkpoint.parameter_files import BUFFERS, check_parameters, compare_names, match_saved, own_parts
+from protrain.checkpoint.parameter_files import BUFFERS, check_parameters, compare_names, local_parts, match_saved
 from protrain.checkpoint.saving import (
     check_wrapped,
     class_of,
@@ -93,7 +93,7 @@ def load_checkpoint(
 
     def load_own() -> None:
         with raised_on_all(ranks):
-            optimizer.import_parts(own_parts(save, files, optimizer))
+            optimizer.import_parts(local_parts(save, files, optimizer))
 
     optimizer.on_attach(load_own, loads=model)  # first, because inside full_parameters() this raises
     with torch.no_grad():

@@ -58,7 +58,7 @@ def write_parameters(
     return writer.files, step
 
 
-def own_parts(
+def local_parts(
     save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer
 ) -> Iterator[tuple[str, slice, dict[str, Tensor]]]:
     """What this rank has of all parameters: names, elements and states. One file after another is open.
@@ -68,9 +68,9 @@ def own_parts(
     for file, entry in files.items():
         with open_tensors(save / file) as tensors:
             for name, part in entry["parameters"].items():
-                own, (begin, end) = optimizer.own_elements(name), part["elements"]
-                first = max(own.start, begin)
-                stop = max(first, min(own.stop, end))
+                local, (begin, end) = optimizer.local_elements(name), part["elements"]
+                first = max(local.start, begin)
+                stop = max(first, min(local.stop, end))
                 elements = slice(first - begin, stop - begin)
                 yield name, slice(first, stop), {kind: _read(tensors, kind, name, elements) for kind in part["kinds"]}
 

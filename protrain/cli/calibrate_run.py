@@ -9,7 +9,7 @@ import torch
 import protrain
 from protrain.cli.launch import start_ranks, together
 from protrain.cli.options import emit
-from protrain.common.progress import note, stage
+from protrain.common.progress import print_line, stage
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import announced_processes
@@ -40,7 +40,7 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     if not speaks:
         return
     emit(hardware, args, report(hardware))
-    note(_kept(hardware, device) if save else _NOT_REPLACED)
+    print_line(_kept(hardware, device) if save else _NOT_REPLACED)
 
 
 _NOT_REPLACED = (

@@ -19,7 +19,7 @@ import protrain
 from protrain.cli.commands import build_parser
 from protrain.cli.options import in_options
 from protrain.common.errors import MisuseError
-from protrain.common.progress import note, say, silence
+from protrain.common.progress import print_line, say, silence
 from protrain.common.signals import InterruptedRun, is_program
 
 
@@ -96,7 +96,7 @@ def own_warnings_as_lines() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
             if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
-                note(in_options(str(message)))
+                print_line(in_options(str(message)))
             else:
                 shown(message, category, filename, *more, **named)
 

@@ -9,7 +9,7 @@ import argparse
 import re
 from dataclasses import replace
 
-from protrain.common.progress import note
+from protrain.common.progress import print_line
 from protrain.common.tables import parse_memory
 from protrain.hardware.memory import for_training
 from protrain.hardware.profile import HardwareProfile
@@ -54,7 +54,7 @@ def _this_machine(args: argparse.Namespace) -> HardwareProfile:
     found = detect(device, device_memory=args.device_memory, host_memory=host_bytes)
     why = why_not_cached(device) if found.source != "measured" else None
     if why is not None:
-        note(f"{why}; `protrain calibrate` measures this machine anew")
+        print_line(f"{why}; `protrain calibrate` measures this machine anew")
     return found
 
 

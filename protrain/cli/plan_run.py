@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 
 from protrain.cli.imports import importing
@@ -21,17 +21,17 @@ from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
-from protrain.common.progress import COUNTED, note, stage
+from protrain.common.progress import COUNTED, print_line, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
-from protrain.planning import Answer, Comparison, Plan, explain, frontier, largest, plans_by_batch, predict, search
-from protrain.planning.answer import Alternative, Case, Job, Machine, alternatives, others_of
+from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
+from protrain.planning.answer import Case, Job, Machine, alternatives, others_of
 from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept_answer
 from protrain.profiler.model_profile import ModelProfile
 
-_COUNTED_BATCHES = 8, 16  # which are counted where the batch is open, to know how fast others are
+_COUNTED_BATCHES = 8, 16  # which are counted if --batch is not given
 _ASKED = ("batch", "accumulation", "step_tokens", "moment_dtype", "tokens", "price", "step_during_backward")
 
 
@@ -64,9 +64,8 @@ class _Asked:
         self.step = ProfiledStep.of(args, hardware.device_type)
         self.inside: bool = args.step_during_backward
         # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
-        self.batch_is_open = args.batch is None and hardware.device_type != "cpu"
+        self._batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
-        self.counted_batches: tuple[int, ...] = ()  # whose plans by batch are those of their own profiles
         self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
     def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
@@ -83,6 +82,8 @@ class _Asked:
 
     def _profile(self, batch: int, accumulation: int) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
+        if self._elsewhere and batch in self.batches:
+            return self.derived(batch)
         step, profile = replace(self.step, batch=batch), None
         with stage("profiling the model") as show:
             if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
@@ -91,34 +92,55 @@ class _Asked:
 
                 profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
                 if profile is None:
-                    note(COUNTED)
+                    print_line(COUNTED)
             profile = profile or self.counted(step, show)
         return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
 
-    def profiles(self) -> Iterator[tuple[ModelProfile, dict[int, Plan]]]:
-        """The profile of the batch of --batch, or of the fastest batches of --step-tokens, the fastest first.
+    @cached_property
+    def _traced(self) -> list[ModelProfile]:
+        """Counted profiles of one or two batches, from which those of all others follow.
 
-        With it are the plans by batch that tell how fast the batches are. They follow from the profiles of two batches
-        at most, so the fastest may turn out not to fit.
+        The gradients of weights do not grow with the batch. Those of adapters are too small to matter.
         """
-        if not self.batch_is_open:
-            yield self.profile(self.step.batch, self.args.accumulation or 1), {}
-            return
-        # Gradients of weights do not grow with the batch, and those of adapters are too small to matter.
-        self.counted_batches = _COUNTED_BATCHES[: 2 if self.step.lora is None else 1]
+        batches = _COUNTED_BATCHES[: 2 if self.step.lora is None else 1]
         with stage("profiling a batch") as show:
-            known, *others = (self.counted(replace(self.step, batch=batch), show) for batch in self.counted_batches)
-        n_sequences = self.args.step_tokens * known.n_sequences // (known.tokens * self.hardware.world_size) or 1
+            return [self.counted(replace(self.step, batch=batch), show) for batch in batches]
+
+    @cached_property
+    def n_sequences(self) -> int:
+        """The sequences of a step of --step-tokens on each GPU."""
+        known = self._traced[0]
+        return self.args.step_tokens * known.n_sequences // (known.tokens * self.hardware.world_size) or 1
+
+    def derived(self, batch: int) -> ModelProfile:
+        """The profile of so many sequences in a step of --step-tokens."""
+        known, *others = self._traced
+        return replace(known.at_batch(batch, *others), accumulation=self.n_sequences // batch)
+
+    @cached_property
+    def batches(self) -> list[int]:
+        """The batches that fit, of those that were compared for --step-tokens, the fastest first."""
+        if not self._batch_is_open:
+            return []
         with stage("comparing batches"):
-            plans = plans_by_batch(
-                lambda batch: known.at_batch(batch, *others),
+            return fastest_batches(
+                self.derived,
                 self.hardware,
-                first=known.n_sequences,
-                n_sequences=n_sequences,
+                first=_COUNTED_BATCHES[0],
+                n_sequences=self.n_sequences,
                 step_during_backward=self.inside,
             )
-        for batch in plans or (1,):
-            yield self.profile(batch, n_sequences // batch), plans
+
+    def profiles(self) -> Iterator[ModelProfile]:
+        """The profile of --batch, or of the batches for --step-tokens, the fastest first, which may turn out too large.
+
+        If none of these fits, it is that of one sequence.
+        """
+        if not self._batch_is_open:
+            yield self.profile(self.step.batch, self.args.accumulation or 1)
+            return
+        for batch in self.batches or [1]:
+            yield self.profile(batch, self.n_sequences // batch)
 
     def kept(self, what: str, make: Callable[[], Answer]) -> Answer:
         """What ``make`` answers. It is kept for a machine that is elsewhere, as the free memory of this one changes."""
@@ -130,28 +152,16 @@ class _Asked:
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:
-    """Whether the model fits, how fast it is, and what limits it. Other batches that were tried are alternatives."""
-    for profile, plans in asked.profiles():
-        is_counted = profile.device == "meta" and profile.n_sequences in asked.counted_batches
-        answer = _answer_with(asked, profile, plans.get(profile.n_sequences) if is_counted else None)
-        if answer.fits:
-            break
-    others = tuple(
-        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", plan=plan)
-        for batch, plan in plans.items()
-        if batch != answer.n_sequences
-    )
-    return replace(answer, alternatives=others, job=Job(tokens=asked.args.tokens, price=price))
-
-
-def _answer_with(asked: _Asked, profile: ModelProfile, known: Plan | None) -> Answer:
-    """The answer for ``profile``, whose plan may be ``known``."""
-    try:
-        with stage("planning"):
-            plan = known or search(profile, asked.hardware, step_during_backward=asked.inside)
-            return explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
-    except PlanError as error:
-        return Answer.refused(error, profile, asked.hardware)
+    """Whether the model fits, how fast it is, and what limits it."""
+    for profile in asked.profiles():
+        try:
+            with stage("planning"):
+                plan = search(profile, asked.hardware, step_during_backward=asked.inside)
+                answer = explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
+                break
+        except PlanError as error:
+            answer = Answer.refused(error, profile, asked.hardware)
+    return replace(answer, job=Job(tokens=asked.args.tokens, price=price))
 
 
 def _plan(asked: _Asked) -> None:
@@ -193,10 +203,14 @@ def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> 
             lacks_host_bytes=answer.lacks_bytes if on_host else 0,
             lacks_device_bytes=0 if on_host else answer.lacks_bytes,
         )
-        here = others_of(profile, asked.hardware, {}) | _other_trainings(asked, answer, profile, show)
+        batches = {
+            f"--batch {batch} --accumulation {asked.n_sequences // batch}": (asked.derived(batch), asked.hardware)
+            for batch in asked.batches
+            if batch != answer.n_sequences
+        }
+        here = batches | others_of(profile, asked.hardware, {}) | _other_trainings(asked, answer, profile, show)
         cases = here | others_of(profile, asked.hardware, machines)  # the nearest first
-        more = alternatives(cases, step_during_backward=asked.inside)
-        return replace(answer, alternatives=answer.alternatives + more)
+        return replace(answer, alternatives=alternatives(cases, step_during_backward=asked.inside))
 
 
 def _other_trainings(
@@ -223,7 +237,7 @@ def _other_trainings(
 
 def _frontier(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
-    profile, _ = next(asked.profiles())
+    profile = next(asked.profiles())
     with stage("planning under every limit"):
         found = frontier(profile, hardware, step_during_backward=asked.inside)
     if args.picture is not None:

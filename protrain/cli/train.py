@@ -25,7 +25,7 @@ from protrain.cli.models import read_architecture
 from protrain.cli.train_data import PackedRows, keeps_rows_apart, read_data
 from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
-from protrain.common.progress import note
+from protrain.common.progress import print_line
 from protrain.common.signals import end_at_once
 from protrain.forward.compilation import replace_attributes
 from protrain.integrations.transformers import ProTrainMixin
@@ -230,7 +230,7 @@ def train(options: Options) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
-        note(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
+        print_line(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
 
 
 def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any, evaluation: Any) -> Any:
@@ -300,4 +300,4 @@ def _describe(trainer: Any, name: str, rows: Any) -> None:
     tokens = sum(compute.sum(length).as_py() or 0 for length in lengths)
     steps = trainer.args.max_steps
     length = f"steps: {steps}" if steps > 0 else f"passes: {trainer.args.num_train_epochs:g}"
-    note(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {length}")
+    print_line(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {length}")

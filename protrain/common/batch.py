@@ -143,7 +143,7 @@ def move(tree: Any, device: torch.device, moved: Callable[[Tensor], Tensor]) -> 
     return replace_leaves(one, tree, whole=knows_to)
 
 
-def own_copy(batch: Any) -> Any:
+def fresh_copy(batch: Any) -> Any:
     """A copy of ``batch`` that forward may write to without changing ``batch``.
 
     Tensors, containers, objects and key/value caches are new. A tensor that occurs twice in the batch is one tensor in

@@ -57,7 +57,7 @@ def silence(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def note(text: str) -> None:
+def print_line(text: str) -> None:
     """Write ``text`` as a line that says that it is of ProTrain."""
     say(f"protrain: {text}")
 
@@ -78,9 +78,9 @@ def stage(what: str) -> Iterator[Callable[..., None]]:
         now_s = time.perf_counter()
         if now_s >= next_s:
             done = "" if share is None else f", {share:.0%}"
-            note(f"{what}, {now_s - start_s:.0f} s{done}: {part}")
+            print_line(f"{what}, {now_s - start_s:.0f} s{done}: {part}")
             pause_s *= 2
             next_s = now_s + pause_s
 
     yield tell
-    note(f"{what}: {time.perf_counter() - start_s:.1f} s")
+    print_line(f"{what}: {time.perf_counter() - start_s:.1f} s")

@@ -257,7 +257,7 @@ class _Output:
 
 
 class _Used(TorchFunctionMode):
-    """Notes the names of the functions that are called with tensors of as many columns as there are words."""
+    """Records the names of the functions that are called with tensors of as many columns as there are words."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class _Used(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``. What it reads of a tensor is not noted."""
+        """Call ``func``. What it reads of a tensor is not recorded."""
         if func.__name__ != "__get__" and any(isinstance(arg, Tensor) and self.words in arg.shape[-1:] for arg in args):
             self.names.add(func.__name__)
         return func(*args, **(kwargs or {}))

@@ -254,7 +254,7 @@ class BlockModules:
         return ModulesBefore(self, self._found)
 
     def forget(self) -> None:
-        """The modules have changed, so what they consisted of must not be kept alive for later calls."""
+        """Drop what was found, as the modules have changed, and nothing may be kept alive for later calls."""
         self._found = None
 
 
@@ -284,7 +284,7 @@ class ModulesBefore:
                 self._compared[id(tensor)] = tensor.detach().to("cpu", copy=True)
 
     def first_run_ends(self) -> None:
-        """The first run is over: note what it has changed. If it was watched, this waits for the device."""
+        """End the first run: record what it has changed. If it was watched, this waits for the device."""
         self._block.watched.add(self._block.module.training)
         self._block.drawn.update(g for g, before in self._shared.items() if pickle.dumps(g) != before)
         for _, _, tensor, place, version in self._entries:

@@ -95,7 +95,7 @@ class Recomputation:
     # -- the first run
 
     def first_run_begins(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first run of ``function`` begins, which is given the arguments as they are."""
+        """Begin the first run of ``function``, which is given the arguments as they are."""
         self.function = function
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
         self._autocast = autocast_of_now(self._on.type)
@@ -103,12 +103,12 @@ class Recomputation:
         self._random_state = RandomState(self._on, self.modules.generators)
 
     def count_saved(self, tensor: Tensor) -> int:
-        """The first run saves ``tensor``. Returns the number that stands for it."""
+        """Count ``tensor``, which the first run saves. Returns the number that stands for it."""
         self._forms.append(_form(tensor))
         return len(self._forms) - 1
 
     def first_run_ends(self) -> None:
-        """The first run is over."""
+        """End the first run."""
         self.modules.first_run_ends()
         self._recomputed.clear()  # it has entries if the block has computed gradients itself
         self._look_at_caches()

@@ -40,7 +40,7 @@ from protrain.checkpoint.adapters import has_adapter, is_peft_model
 from protrain.checkpoint.manifest import STATES, check_files, find_save, random_state, read_manifest, set_random_state
 from protrain.checkpoint.saving import has_plan
 from protrain.common.errors import warn_user
-from protrain.common.progress import heard, note
+from protrain.common.progress import heard, print_line
 from protrain.common.signals import Stopped, stop_requests
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import join
@@ -225,7 +225,7 @@ class TrainerSaves(_Base):
             step = self.state.global_step
             saved = f"checkpoint-{step} has" if self._saved_step == step else "is not saved"
             with heard(self.args.process_index == 0):
-                note(f"{Signals(stop).name} has stopped the training after step {step}, which {saved}")
+                print_line(f"{Signals(stop).name} has stopped the training after step {step}, which {saved}")
             raise _ended_by(stop)
 
 

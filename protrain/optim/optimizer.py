@@ -354,9 +354,9 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             for name in names:
                 yield name, parameter_state.export_part(self._by_name[name])
 
-    def own_elements(self, name: str) -> slice:
+    def local_elements(self, name: str) -> slice:
         """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""
-        return parameter_state.own_elements(self._by_name[name])
+        return parameter_state.local_elements(self._by_name[name])
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Raise a ValueError if ``import_parts`` could not set ``tensors``, of which only the shapes count."""

@@ -7,7 +7,7 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
 from protrain.planning.predict import Prediction, RuntimeModel, predict
 from protrain.planning.search import search
-from protrain.planning.sweeps import Comparison, Frontier, Largest, frontier, largest, plans_by_batch
+from protrain.planning.sweeps import Comparison, Frontier, Largest, fastest_batches, frontier, largest
 
 __all__ = [
     "Answer",
@@ -27,11 +27,11 @@ __all__ = [
     "choose_chunk_elements",
     "evaluate",
     "explain",
+    "fastest_batches",
     "fingerprint",
     "frontier",
     "largest",
     "pack",
-    "plans_by_batch",
     "predict",
     "search",
 ]

@@ -51,17 +51,18 @@ class Comparison(Record):
         return aligned(rows, WIDTH)
 
 
-def plans_by_batch(
+def fastest_batches(
     profile_of: Callable[[int], ModelProfile],
     hardware: HardwareProfile,
     *,
     first: int,
     n_sequences: int,
     step_during_backward: bool = False,
-) -> dict[int, Plan]:
-    """Plans by which a GPU takes ``n_sequences`` in a step, by the sequences of a batch, the fastest plan first.
+) -> list[int]:
+    """The sizes of batches by which a GPU may take ``n_sequences`` in a step, the fastest first.
 
-    The batch begins with ``first`` sequences, and doubles, else halves, for as long as that is clearly faster.
+    The batch begins with ``first`` sequences, and doubles, else halves, for as long as that is clearly faster. Speeds
+    are those of searches from one start.
 
     Args:
         profile_of: the profile of a batch of so many sequences.
@@ -71,25 +72,24 @@ def plans_by_batch(
         step_during_backward: plan for updates inside backward.
 
     Returns:
-        The plans that were tried and fit. That of the chosen batch comes first.
+        The sequences of every batch that was tried and fits. Those of the chosen batch come first.
     """
-    plans: dict[int, Plan] = {}
+    speeds: dict[int, float] = {}  # in tokens a second, of batches that fit
 
     @cache
     def speed(batch: int) -> float:
-        """In tokens a second, 0 if the batch does not fit."""
         changed = replace(profile_of(batch), accumulation=n_sequences // batch)
         with suppress(PlanError):
-            plans[batch] = search(changed, hardware, step_during_backward=step_during_backward)
-            return plans[batch].tokens_per_s
-        return 0.0
+            plan = search(changed, hardware, step_during_backward=step_during_backward, n_starts=1)
+            speeds[batch] = plan.tokens_per_s
+        return speeds.get(batch, 0.0)
 
     first = batch = min(first, 1 << (n_sequences.bit_length() - 1))
     while 2 * batch <= n_sequences and speed(2 * batch) > _CLEARLY * speed(batch):
         batch *= 2
     while 1 < batch <= first and speed(batch // 2) >= _CLEARLY * speed(batch):
         batch //= 2
-    return dict(sorted(plans.items(), key=lambda pair: (pair[0] != batch, -pair[1].tokens_per_s)))
+    return sorted(speeds, key=lambda tried: (tried != batch, -speeds[tried]))
 
 
 @dataclass(frozen=True, kw_only=True)

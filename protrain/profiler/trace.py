@@ -140,7 +140,7 @@ def _traced(
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
             """Inputs for one step, as copies that the step may write to."""
-            args, kwargs = batches.arguments(batches.move(batches.own_copy(example_batch), device, moved))
+            args, kwargs = batches.arguments(batches.move(batches.fresh_copy(example_batch), device, moved))
             return batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
         def tell(what: str, part: str) -> None:

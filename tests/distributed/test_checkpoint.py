@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import shutil
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 
 import protrain
 from protrain.checkpoint.manifest import list_saves, read_manifest, write_manifest
-from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import (
     FIRST,
@@ -169,39 +168,24 @@ def taken_bytes(work: Callable[[], object]) -> int:
     return max(found)
 
 
-def save_and_load(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def save_and_load(rank: int, folder: str) -> dict[str, int]:
     batch = torch.tensor([[1, 2]])
     model: nn.Module = Large()
-    model, optimizer = protrain.wrap(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        example_batch={"x": batch},
-        dtype=torch.bfloat16,
-        device="cpu",
-        device_memory="1GiB",
-        host_memory="2GiB",
-        progress=False,
-    )
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device_memory": "1GiB", "host_memory": "2GiB", "progress": False}
+    given = torch.optim.AdamW(model.parameters())
+    model, optimizer = protrain.wrap(model, given, example_batch={"x": batch}, device="cpu", **how)
     model(batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-    taken = {
+    return {
         "save": taken_bytes(lambda: protrain.save_checkpoint(folder, model, optimizer)),
         "load": taken_bytes(lambda: protrain.load_checkpoint(folder, model, optimizer)),
     }
-    (folder / f"taken {rank}.json").write_text(json.dumps(taken))
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")  # which has the template of such processes
 def test_a_large_parameter_takes_little_memory(tmp_path: Path) -> None:
-    size, folder = 2, tmp_path / "saves"
-    with Group(size, save_and_load, folder, folder=tmp_path) as group:
-        endings = group.endings(range(size))
-    assert [ending.status for ending in endings.values()] == [0] * size, endings
-    taken = [json.loads((folder / f"taken {rank}.json").read_text()) for rank in range(size)]
+    taken = on_ranks(2, save_and_load, str(tmp_path))
     for what, most_bytes in MOST_BYTES.items():
         assert 4 * most_bytes < STATE_BYTES, "a copy of the state would be found"
         assert sum(of_rank[what] for of_rank in taken) < most_bytes, (what, taken)

@@ -95,6 +95,16 @@ def grow(loop: Loop) -> None:
         loop.step(loop.loss(loop.ids(step, length + step * loop.rank)))
 
 
+def freeze(loop: Loop) -> None:
+    """The first layers are frozen for a while."""
+    early = [*loop.model.get_submodule("embedding").parameters(), *loop.model.get_submodule("blocks.0").parameters()]
+    for step in range(6):
+        if step in (2, 4):
+            for parameter in early:
+                parameter.requires_grad = step == 4
+        loop.step(loop.loss(loop.ids(step)))
+
+
 def decide(loop: Loop) -> None:
     """The learning rate follows a metric of all ranks, and rank 0 alone decides when to stop."""
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(loop.optimizer, factor=0.5, patience=0)
@@ -171,7 +181,7 @@ def train(rank: int, script: Callable[[Loop], None], spec: Spec) -> list[str]:
 
 
 @pytest.mark.parametrize("spec", [PLANS[0], FEW_PLANS[0]], ids=str)
-@pytest.mark.parametrize("script", [contrast, grow, decide, penalise, look_alone])
+@pytest.mark.parametrize("script", [contrast, grow, freeze, decide, penalise, look_alone])
 def test_a_script(script: Callable[[Loop], None], spec: Spec) -> None:
     assert on_ranks(2, train, script, spec) == [[], []]
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import protrain
-from tests.engine.families import make_of_transformers
-from tests.engine.family_batches import language
+from tests.engine.families import language, make_of_transformers
 from tests.engine.harness import (
     FEW_PLANS,
     Loop,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine import residual
-from tests.engine.families import make_of_transformers
-from tests.engine.family_batches import language
+from tests.engine.families import language, make_of_transformers
 from tests.engine.harness import (
     NONE,
     PLANS,

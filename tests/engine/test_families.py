@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import MisuseError, wrap
-from tests.engine.families import FAMILIES, own_loss
-from tests.engine.family_batches import Batch
+from tests.engine.families import FAMILIES, Batch, own_loss
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

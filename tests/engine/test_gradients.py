@@ -17,16 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from protrain.common.errors import MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, FEW_PLANS, NONE, Spec, adamw, default_loss, wrap_under
-from tests.engine.residual import batches, make
+from tests.engine.residual import batches, make, wrapped
 
 OFFLOADED = Spec("none", "least", (CKPT,))
 RESIDENT = Spec("all", "least", (NONE,))
 Wrapped = tuple[nn.Module, ProTrainOptimizer]
 
 
-def wrapped_under(spec: Spec, device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Wrapped:
-    model = make()
-    return wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=dtype, **options)
+def wrapped_under(spec: Spec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Wrapped:
+    return wrapped(spec, device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)

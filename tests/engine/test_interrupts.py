@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -11,21 +10,18 @@ from torch import nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.updates.updates import Updates
-from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     NONE,
     Calls,
     Loop,
     Spec,
-    adamw,
     assert_same,
     default_loss,
     seeded,
     states,
-    wrap_under,
 )
-from tests.engine.residual import batches, make
+from tests.engine.residual import batches, wrapped
 
 SPECS = (
     Spec("none", "least", (NONE,), small=True),
@@ -33,11 +29,6 @@ SPECS = (
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 POINTS = 16
-
-
-def wrapped(spec: Spec, device: torch.device, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
-    model = make()
-    return wrap_under(spec, model, adamw(model), batches()[0], device=device, **options)
 
 
 def backward(model: nn.Module) -> None:
@@ -48,7 +39,7 @@ def backward(model: nn.Module) -> None:
 @pytest.mark.parametrize(("spec", "clipped"), [*zip(SPECS, (False, True, True), strict=True)], ids=str)
 def test_a_step_is_carried_out_as_a_whole_or_not_at_all(spec: Spec, clipped: bool, device: torch.device) -> None:
     """One that was not carried out can be called again."""
-    training, undisturbed = wrapped(spec, device), wrapped(spec, device)
+    training, undisturbed = wrapped(spec, device=device), wrapped(spec, device=device)
 
     def begin(*, calls: Calls) -> None:
         """A step of ``training`` up to the interrupt, and one of ``undisturbed`` up to its update."""
@@ -87,7 +78,7 @@ def test_an_interrupt_at_the_end_of_a_backward_with_updates_inside_is_one_after_
     def interrupt(_: Updates) -> None:
         raise KeyboardInterrupt
 
-    training, other = (wrapped(SPECS[1], device, step_during_backward=True) for _ in range(2))
+    training, other = (wrapped(SPECS[1], device=device, step_during_backward=True) for _ in range(2))
     with monkeypatch.context() as patch:
         patch.setattr(Updates, "end_backward", interrupt)
         with pytest.raises(KeyboardInterrupt):

@@ -55,22 +55,26 @@ class Calls(TorchDispatchMode):
 
 
 class Block(nn.Module):
-    """Attention ``repeats`` times, each on what the one before put out, between an input and an output."""
+    """Attention ``repeats`` times, each on what the one before put out, between an input and an output.
 
-    def __init__(self, *, repeats: int = 1, dropout: float = 0.0, frozen: bool = False) -> None:
+    What attention puts out may be written over where it has no backward ("frozen"), or one that nothing comes to
+    ("detached").
+    """
+
+    def __init__(self, *, repeats: int = 1, dropout: float = 0.0, writes: str = "") -> None:
         super().__init__()
         self.norm, self.heads, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.repeats, self.dropout, self.frozen = repeats, dropout, frozen
+        self.repeats, self.dropout, self.writes = repeats, dropout, writes
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.heads(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
-        if self.frozen:  # attention has no backward, and what it puts out may be written over
+        if self.writes == "frozen":
             heads = heads.detach()
         query, key, value = heads.unbind(0)
         for _ in range(self.repeats):
             query = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            if self.frozen:
-                query.mul_(0.5)
+            if self.writes:
+                query = query.detach().mul_(0.5)
         return x + F.dropout(self.out(query.transpose(1, 2).flatten(2)), self.dropout)
 
 
@@ -133,32 +137,14 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
         (torch.bfloat16, {"repeats": 3}),
         (torch.float32, {"repeats": 2, "dropout": 0.2}),
         (torch.bfloat16, {"dropout": 0.2}),
-        (torch.bfloat16, {"frozen": True}),
+        (torch.bfloat16, {"writes": "frozen"}),
+        (torch.float32, {"writes": "detached"}),
     ],
     ids=str,
 )
 def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     make = functools.partial(make_rows, **options)
     check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
-
-
-class Detached(Block):
-    """Attention has a backward that nothing comes to, so what it puts out may be written over."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.heads(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
-        hidden = F.scaled_dot_product_attention(query, key, value, is_causal=True).detach()
-        return x + self.out(hidden.mul_(0.5).transpose(1, 2).flatten(2))
-
-
-def test_what_is_written_over_is_not_kept(device: torch.device) -> None:
-    def make() -> nn.Module:
-        with seeded():
-            model = Rows()
-            model.blocks = nn.ModuleList(Detached() for _ in range(DEPTH))
-            return model
-
-    check_equal_to_plain(make, rows(2), device=device, specs=KEEPING)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])

@@ -211,6 +211,33 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Prefix(nn.Module):
+    """Prefix tuning: learned keys and values go to every layer of a frozen model in a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        self.config_of_model = transformers.LlamaConfig(**sizes, **heads, use_cache=False)
+        self.model = transformers.LlamaForCausalLM(self.config_of_model).requires_grad_(False)
+        self.prefix = nn.Parameter(torch.randn(4, 2, 2, 4, 8) * 0.1)
+        self.cache_class = transformers.DynamicCache
+
+    def forward(self, ids: Tensor) -> Tensor:
+        cache = self.cache_class(config=self.config_of_model)
+        for layer, (keys, values) in enumerate(self.prefix):
+            cache.update(keys.expand(len(ids), -1, -1, -1), values.expand(len(ids), -1, -1, -1), layer)
+        mask = torch.ones(len(ids), 4 + ids.shape[1], device=ids.device)
+        output: Any = self.model(ids, labels=ids, past_key_values=cache, attention_mask=mask, use_cache=False)
+        loss: Tensor = output.loss
+        return loss
+
+
+def tokens() -> list[Batch]:
+    return [(torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(seed)),) for seed in range(2)]
+
+
 def floats(*shapes: tuple[int, ...]) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [tuple(torch.randn(shape, generator=generator) for shape in shapes) for _ in range(2)]
@@ -236,6 +263,7 @@ OTHERS: dict[str, tuple[Build, list[Batch]]] = {
     "nested": (partial(awkward.Model, awkward.Nested), awkward.batches(2)),
     "initialises": (partial(awkward.Model, awkward.Initialises), awkward.batches(2)),
     **{f"weight.{view}": (partial(awkward.Model, view=view), awkward.batches(2)) for view in ("mT", "H", "data")},
+    "prefix in a cache": (Prefix, tokens()),
     **{
         form: (partial(residual.Model, 32, 3, partial(Spectral, form=FORMS[form])), residual.batches(2))
         for form in FORMS

@@ -85,19 +85,6 @@ def test_optimizers_that_are_not_adam(
     refused(model, make(model.parameters()), batch, words, ValueError)
 
 
-def test_the_optimizer_of_another_model(model: nn.Module, tiny_model: Callable[..., nn.Module], batch: Batch) -> None:
-    words = (
-        r"parameter of shape \(96, 32\) that is not the model's: make the optimizer from this model's parameters\(\)"
-    )
-    refused(model, adamw(tiny_model("llama", seed=1)), batch, words, ValueError)
-
-
-def test_nothing_to_train(model: nn.Module, batch: Batch) -> None:
-    optimizer = adamw(model)
-    model.requires_grad_(False)
-    refused(model, optimizer, batch, "nothing to train", ValueError)
-
-
 class WithOne(nn.Module):
     """Has one parameter or buffer beside an ordinary layer."""
 
@@ -151,19 +138,6 @@ def test_tensors_of_kinds_that_cannot_be_trained_or_placed(make: Callable[[], Te
     with pytest.raises(ValueError, match=words) as caught:
         protrain.wrap(model, optimizer, example_batch=(torch.ones(2, 4),), device="cpu", progress=False)
     assert re.match("(parameter|buffer) other is", str(caught.value))
-
-
-def test_scripted_modules(batch: Batch) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    refused(
-        model, torch.optim.AdamW(model.parameters()), (torch.ones(2, 4),), "module '?1'? is a ScriptModule", ValueError
-    )
-
-
-def test_modules_that_exchange_gradients() -> None:
-    model = nn.DataParallel(nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    refused(model, optimizer, (torch.ones(2, 4),), "is a DataParallel.*wrap the module inside", ValueError)
 
 
 def test_gradients_from_before(model: nn.Module, batch: Batch) -> None:
@@ -246,7 +220,7 @@ def test_a_model_that_shares_a_part_with_a_wrapped_one_is_told_to_wrap_both() ->
         protrain.wrap(critic, adamw(critic), example_batch=batches(1)[0], device="cpu", progress=False)
 
 
-# -- warnings name the line of the script ------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 class _Reversible(nn.Module):
@@ -278,7 +252,24 @@ class _Reversible(nn.Module):
         return x
 
 
-def test_reversible_layers() -> None:
-    words = r"the backward of _Reversible uses a weight while the block that owns it does not run.* \(Reformer\)"
-    model = _Reversible()
-    refused(model, adamw(model), (torch.randn(2, 4),), words, ValueError)
+def no_gradients() -> nn.Module:
+    return nn.Linear(4, 4).requires_grad_(False)
+
+
+MODELS: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), "module '?1'? is a ScriptModule"),
+    (lambda: nn.DataParallel(nn.Linear(4, 4)), "is a DataParallel.*wrap the module inside"),
+    (_Reversible, r"the backward of _Reversible uses a weight while the block that owns it does not run"),
+    (no_gradients, "nothing to train"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), MODELS)
+def test_models_that_cannot_be_trained(make: Callable[[], nn.Module], words: str) -> None:
+    model = make()
+    refused(model, torch.optim.AdamW(model.parameters()), (torch.ones(2, 4),), words, ValueError)
+
+
+def test_the_optimizer_of_another_model(model: nn.Module, batch: Batch) -> None:
+    words = r"parameter of shape \(4, 4\) that is not the model's: make the optimizer from this model's parameters\(\)"
+    refused(model, adamw(nn.Linear(4, 4)), batch, words, ValueError)

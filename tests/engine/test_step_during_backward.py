@@ -89,17 +89,21 @@ def make_residual() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind"),
-    [(SPECS[1], "late"), (SPECS[2], "late"), (SPECS[4], "late"), (SPECS[4], "early"), (SPECS[2], "random")],
+    ("spec", "lateness"),
+    [
+        *((SPECS[index], Lateness("late")) for index in (1, 2, 4)),
+        *((SPECS[2], Lateness("late", seed)) for seed in range(3)),  # whose copies come at any time, and updates late
+        (SPECS[4], Lateness("early")),
+    ],
     ids=str,
 )
 def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
-    spec: Spec, kind: str, monkeypatch: pytest.MonkeyPatch
+    spec: Spec, lateness: Lateness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies and updates come as late as the engine's own ordering allows."""
     monkeypatch.setattr("protrain.engine.states.chunks._SLICE_ELEMENTS", 128)
     options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
-    with Lateness(kind, 0 if kind == "random" else None).applied(monkeypatch):
+    with lateness.applied(monkeypatch):
         (optimizer,) = check_equal_to_plain(make_residual, residual.batches(4), specs=[spec], **options)
     assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.engine.report import Report
+from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, wrap_under
 
 Batch = dict[str, Tensor]
-LOOP = Loop(max_norm=1.0, scheduler=False)
+LOOP, OFFLOADED = Loop(max_norm=1.0, scheduler=False), Spec("none", "least", (NONE,))
 _BOTH = ("ProTrain, measured", "ProTrain, predicted")
 
 
@@ -74,32 +75,20 @@ def test_a_trace_has_every_unit_copy_and_update(
     assert {f"weights {chunk}" for chunk in away} <= up
 
 
-def test_an_error_inside_leaves_the_engine_as_it_was(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path
-) -> None:
-    model = tiny_model("gpt2")
-    spec = Spec("none", "least", (NONE,))
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=torch.device("cpu"))
-
-    def fail() -> None:
+def test_an_error_inside_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    def fail(model: nn.Module, optimizer: Any) -> None:
         with protrain.trace(optimizer, tmp_path / "trace.json"):
-            wrapped(**tiny_batch())
+            model(*residual.batches(1)[0])
             raise ArithmeticError
 
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert len(LOOP.run(wrapped, optimizer, [tiny_batch()])) == 2
+    with residual.unharmed(OFFLOADED) as (model, optimizer), pytest.raises(ArithmeticError):
+        fail(model, optimizer)
 
 
-def test_what_cannot_be_traced_is_said_before_any_step(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path
-) -> None:
-    model = tiny_model("gpt2")
-    wrapped, optimizer = wrap_under(
-        Spec("none", "least", (NONE,)), model, adamw(model), tiny_batch(), device=torch.device("cpu")
-    )
+def test_what_cannot_be_traced_is_said_before_any_step(tmp_path: Path) -> None:
+    wrapped, optimizer = residual.wrapped(OFFLOADED)
     asked: list[tuple[Any, Path, type[Exception], str]] = [
-        (wrapped, tmp_path / "trace.json", ValueError, "needs the optimizer that protrain.wrap returned, not a GPT2"),
+        (wrapped, tmp_path / "trace.json", ValueError, "needs the optimizer that protrain.wrap returned, not a Model"),
         (optimizer, tmp_path, IsADirectoryError, f"Is a directory: '{tmp_path}'"),
     ]
     for whose, path, kind, said in asked:
@@ -109,7 +98,7 @@ def test_what_cannot_be_traced_is_said_before_any_step(
         other = protrain.trace(optimizer, tmp_path / "other.json")
         with pytest.raises(protrain.MisuseError, match="leave that one first"), other:
             pytest.fail("a step may begin")
-        LOOP.run(wrapped, optimizer, [tiny_batch()])
+        LOOP.run(wrapped, optimizer, residual.batches(1))
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 

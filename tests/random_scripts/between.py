@@ -128,40 +128,6 @@ def load_weight(side: Any, index: int, values: int) -> None:
     side.load_some({side.named(index): value.to(weight.dtype)})
 
 
-def average(side: Any) -> None:
-    side.averages.update()
-
-
-def look_at_averages(side: Any) -> list[Any]:
-    return [value for _, value in sorted(side.averages.state_dict().items())]
-
-
-def evaluate_averages(side: Any, seed: int, fails: bool, other: str) -> list[Any]:
-    """The averages take the place of the weights for an evaluation, in which an error may be raised.
-
-    The ``other`` thing that the script does there would be lost at the end, so it is refused.
-    """
-    found: list[Any] = []
-    try:
-        with side.averages.applied():
-            with torch.no_grad():
-                found.append(side.model(batch(seed)).clone())
-            if other == "edit":
-                side.edit(0, 0.5)
-            elif other == "load":
-                side.load_some({side.named(0): torch.zeros_like(side.parameter(0), requires_grad=False)})
-            elif other == "average":
-                side.averages.update()
-            elif other == "step":
-                side.optimizer.step()
-            if fails:
-                raise ArithmeticError
-            found += [value.clone() for value in side.model.state_dict().values()]
-    except ArithmeticError:
-        pass
-    return found
-
-
 def go_back(side: Any, with_optimizer: bool) -> None:
     if side.snapshot is not None:
         side.go_back(with_optimizer=with_optimizer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
             refused.append(f"{text}: {found[0]}")
             if found[1]:  # the forward was made, and has changed buffers
                 torch.manual_seed(_seed(place, 0))
-                with plain.averages.applied() if action is between.evaluate_averages else nullcontext():
-                    steps.loss_of(plain.model, **_of_rank(options, 0))
+                steps.loss_of(plain.model, **_of_rank(options, 0))
             plain.give_up()
             continue
         try:

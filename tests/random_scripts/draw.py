@@ -32,7 +32,6 @@ WITH_A_BATCH = frozenset(
         between.evaluate_block,
         between.score,
         between.generate,
-        between.evaluate_averages,
     }
 )
 WITH_A_FOLDER = frozenset({between.resume, "keep"})
@@ -52,14 +51,12 @@ _UNDER = frozenset(
         "scale_gradients",
         "edit",
         between.load_weight,
-        between.average,
         "read_all",
         between.look,
         between.go_back,
     }
 )
-# Before the first call weights can be written, and averages can be neither made nor loaded.
-_NOT_LATE = frozenset({"edit_outside", between.average})
+_NOT_LATE = frozenset({"edit_outside"})  # before the first call weights can be written
 # An update cannot be taken back.
 _NOT_INSIDE = frozenset({steps.backward_twice, steps.backward_of_parts, steps.clip_unless_finite})
 
@@ -197,12 +194,6 @@ def _other(rng: random.Random) -> Action:
             (between.read, {"index": index}),
             ("read_all", {}),
             (between.look, {}),
-            (between.average, {}),
-            (between.look_at_averages, {}),
-            (
-                between.evaluate_averages,
-                {"seed": 5, "fails": half, "other": rng.choice(("", "", "edit", "load", "step"))},
-            ),
         ],
         [
             (between.resume, {"spec": rng.choice(PLANS)}),

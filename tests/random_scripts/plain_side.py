@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from protrain_kernels import sum_of_squares_reference
 from tests.engine.harness import Spec, adamw
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain, rounded
-from tests.random_scripts.sides import CPU, DECAY, Case, Side
+from tests.random_scripts.sides import CPU, Case, Side
 
 
 class Plain(Side):
@@ -27,7 +27,6 @@ class Plain(Side):
         moments = torch.bfloat16 if case.narrow else torch.float32
         how: dict[str, Any] = {"device": CPU, "dtype": case.dtype, "moment_dtype": moments}
         self.model, self.optimizer = prepare_plain(model, adamw(model), **how)
-        self.averages = PlainAverages(self.optimizer)
         self._pending: list[list[Tensor]] = [[] for _ in range(case.ranks)]
         self._summed: Collection[str] = self.optimizer.sums  # to whose gradients a backward of the action would add
 
@@ -188,34 +187,3 @@ class Plain(Side):
         if not o.sums:
             o.coefficient = None
         return was_there
-
-
-class PlainAverages:
-    """``protrain.AveragedWeights`` of the plain loop."""
-
-    def __init__(self, optimizer: PlainOptimizer) -> None:
-        self._optimizer = optimizer
-        self._own: dict[str, Tensor] = {}
-
-    def update(self) -> None:
-        for name, master in self._optimizer.masters.items():
-            self._own[name] = torch.lerp(self._own[name], master, 1 - DECAY) if name in self._own else master.clone()
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in self._own.items()}
-
-    def _exchange(self) -> None:
-        o = self._optimizer
-        for name, parameter in o.trained.items():
-            master = o.masters[name].clone()
-            o.masters[name].copy_(self._own[name])
-            self._own[name] = master
-            parameter.data.copy_(rounded(o.masters[name], o.dtype))

@@ -22,7 +22,6 @@ from tests.engine.residual import Model
 from tests.random_scripts.models import DEPTH, MODELS, WIDTH, Adapter, batch
 
 CPU = torch.device("cpu")
-DECAY = 0.75  # of averaged weights
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Side:
         self.pending: list[Tensor] = []  # losses of one rank whose backward comes later
         self.handles: list[Any] = []  # of hooks
         self.snapshot: Any = None
-        self.averages: Any = None
         self.scheduler: Any = None
         self._frozen = {name for name, parameter in case.make().named_parameters() if not parameter.requires_grad}
 
@@ -131,7 +129,6 @@ class Wrapped(Side):
             options["accumulation"] = case.accumulation
         how = {"device": CPU, "dtype": case.dtype, "late": case.late, **options}
         self.model, self.optimizer = wrap_under(spec, model, adamw(model), (batch(0),), **how)
-        self.averages = protrain.AveragedWeights(self.model, DECAY)
 
     def edit(self, index: int, factor: float, *, outer: bool = False) -> None:
         parameter = self.parameter(index)
@@ -208,7 +205,7 @@ class Wrapped(Side):
 
     def resume(self, spec: Spec, folder: Path) -> None:
         protrain.save_checkpoint(folder, self.model, self.optimizer, scheduler=self.scheduler)
-        before, averages, scheduler = self.model, self.averages.state_dict(), self.scheduler
+        before, scheduler = self.model, self.scheduler
         self._wrap(spec)
         if scheduler is not None:
             self.schedule(scheduler.kind)
@@ -219,8 +216,6 @@ class Wrapped(Side):
             new.training = old.training
             if isinstance(old, Adapter):
                 new.used = old.used
-        if averages:
-            self.averages.load_state_dict(averages)
 
     def scale_gradient(self, index: int) -> bool:
         gradient = self.parameter(index).grad

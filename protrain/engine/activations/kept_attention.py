@@ -75,7 +75,7 @@ class KeptAttention:
         return result
 
     def record_saved(self, tensor: Tensor) -> None:
-        """Autograd saves ``tensor`` in the first run. Operators save outputs before other code may write over them."""
+        """Record ``tensor``, which autograd saves in the first run, before other code may write over an output."""
         if self._with_output:
             address = storage_address(tensor)
             call = self._with_output.get(address)
@@ -83,7 +83,7 @@ class KeptAttention:
                 call.saved[address] = detached(tensor), tensor._version
 
     def keep(self) -> list[Tensor]:
-        """The first run is over. Returns the tensors that are kept."""
+        """End the first run. Returns the tensors that are kept."""
         for call in self._calls:
             call.check()
         return [tensor for call in self._calls for tensor in tensors_in(call.outputs)]

@@ -58,7 +58,7 @@ def end_left_hooks(buffers: BufferPool) -> None:
         torch_hooks._pop_saved_tensors_default_hooks()
 
 
-def own_copy(tensor: Tensor) -> Tensor:
+def copy_with_strides(tensor: Tensor) -> Tensor:
     """A copy with the strides of the original, including those of expanded dimensions. It is in no graph."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -125,7 +125,7 @@ class Frame:
         return SavedParts({name: self.keep(part) for name, part in parts.items()}, remade)
 
     def restore(self, kept: Any) -> Tensor:
-        """Autograd needs the tensor that ``kept`` keeps. MisuseError if its values have changed."""
+        """Give autograd the saved tensor that ``kept`` keeps. MisuseError if its values have changed."""
         self.reach()
         return self.tensor_of(kept)
 
@@ -135,8 +135,8 @@ class Frame:
             return
         if self.weights_version != self.engine.weights_version:
             raise MisuseError(
-                f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
-                "backward() before that, or run the forward again"
+                f"backward through {self.unit.label}, whose weights optimizer.step() or an edit has changed since its "
+                "forward: call backward() before that, or run the forward once more"
             )
         self.engine.begin_backward()
         self.engine.visits.enter_backward(self)
@@ -163,7 +163,7 @@ class Frame:
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
         # With create_graph=True the graph outlives the content of the buffer. That of a unit that runs is saved here.
         if torch.is_grad_enabled() and not self.running:
-            weight = own_copy(weight)
+            weight = copy_with_strides(weight)
             self.engine.ledger.hold(weight)
         return weight
 

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.states.parameter_state import own_elements
+from protrain.engine.states.parameter_state import local_elements
 from protrain.engine.streams import Event, span
 from protrain.engine.units import ManagedModel
 from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
@@ -87,8 +87,8 @@ class _Run:
     """Where a run of neighbouring parameters of a chunk lies. All counts are in elements."""
 
     counts: tuple[int, ...]  # what the shard of each rank has of it
-    own: slice  # what this rank has of it, in the chunk's states
-    slices: tuple[Slice, ...]  # the parameters in ``own``
+    shard_slice: slice  # of the states of this rank, which are its shard
+    slices: tuple[Slice, ...]  # the parameters in ``shard_slice``
 
 
 class Reduction:
@@ -163,33 +163,33 @@ class Reduction:
             [member.offset for member in present],
         )
         self._streams.compute.record_event(self._filled)
-        pieces = sent[None]  # [ranks, elements of ``run.own``], in the order of ranks
+        pieces = sent[None]  # [ranks, elements of ``run.shard_slice``], in the order of ranks
         if self._ranks.several:
-            received = self._received[chunk.large][: (run.own.stop - run.own.start) * self._ranks.size]
+            received = self._received[chunk.large][: (run.shard_slice.stop - run.shard_slice.start) * self._ranks.size]
             running = self._streams.running(self._streams.reduce, after=self._filled, done=lane.sent_free)
             with span(REDUCE, f"reduce {chunk.index}"), running:
                 self._ranks.exchange(received, sent, run.counts, f"the reduction of chunk {chunk.index}")
-            pieces = received.view(self._ranks.size, run.own.stop - run.own.start)
+            pieces = received.view(self._ranks.size, run.shard_slice.stop - run.shard_slice.start)
         if not run.slices:
             return
         self._streams.reduce.wait_event(lane.shard_free)
         if chunk.accumulator_on_host:
             self._add_to_host(chunk, lane, pieces, run, accumulate=accumulate)
             return
-        total = None if chunk.accumulator is None else chunk.accumulator[run.own]
+        total = None if chunk.accumulator is None else chunk.accumulator[run.shard_slice]
         target = chunk.grad if chunk.persistent and total is None else lane.shard
         assert target is not None
-        self._fold(chunk, pieces, run.slices, target[run.own], total, accumulate=accumulate)
+        self._fold(chunk, pieces, run.slices, target[run.shard_slice], total, accumulate=accumulate)
         if total is None and not chunk.persistent:
-            self._offload(chunk, lane, [run.own], after=self.added)
+            self._offload(chunk, lane, [run.shard_slice], after=self.added)
         elif not chunk.persistent:
-            self._note(chunk, [run.own])
+            self._note(chunk, [run.shard_slice])
 
     def _add_to_host(self, chunk: Chunk, lane: Lane, pieces: Tensor, run: _Run, *, accumulate: bool) -> None:
         """Add ``pieces`` to the sum of ``chunk`` in host memory. The lane gets the gradient, for its squares."""
         streams = self._streams
         assert chunk.accumulator is not None
-        total, target = chunk.accumulator[run.own], lane.shard[run.own]
+        total, target = chunk.accumulator[run.shard_slice], lane.shard[run.shard_slice]
         chunk.wait()  # an update may read the sum, if no forward has come in between
         if accumulate:
             streams.h2d.wait_event(chunk.offloaded)
@@ -293,10 +293,10 @@ class Reduction:
         bounds = [(rank * length, (rank + 1) * length) for rank in range(self._ranks.size)]
         counts = tuple(max(0, min(stop, high) - max(start, low)) for low, high in bounds)
         first = max(start, shard.start) - shard.start
-        parts = [(member, own_elements(member)) for member in members]
+        parts = [(member, local_elements(member)) for member in members]
         slices = tuple(
             Slice(
-                offset=member.own.start - first,
+                offset=member.shard_slice.start - first,
                 numel=part.stop - part.start,
                 first=part.start,
                 parameter_numel=member.numel,

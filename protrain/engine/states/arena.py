@@ -148,7 +148,7 @@ class ActivationBytes(NamedTuple):
 
 @dataclass(kw_only=True)
 class EngineMemory:
-    """Where the tensors of one engine lie and how they are copied: what all of its parts allocate with."""
+    """The device, streams, host memory and limits with which all parts of one engine allocate and copy."""
 
     device: torch.device
     dtype: torch.dtype  # of weights and gradients

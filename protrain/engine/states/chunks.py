@@ -63,7 +63,7 @@ class State(enum.Enum):
 
 
 class ChunkState(State):
-    """What the host has been given to do with a chunk. See [Note: chunk states]."""
+    """Which work the host has with a chunk. See [Note: chunk states]."""
 
     CURRENT = "current", "speculated", "updating"
     SPECULATED = "speculated", "updating", "current"
@@ -91,13 +91,13 @@ class Member:
     steps: int = 0  # that have updated it, as a parameter without a gradient is not updated
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
     stop: int = field(init=False)  # the end of its place in the chunk, with its padding
-    own: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
+    shard_slice: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
 
     def __post_init__(self) -> None:
         self.stop = self.offset + padded(self.numel)
         shard = self.chunk.shard
         first = max(self.offset, shard.start) - shard.start
-        self.own = slice(first, max(first, min(self.stop, shard.stop) - shard.start))
+        self.shard_slice = slice(first, max(first, min(self.stop, shard.stop) - shard.start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The part of ``flat``, a 1-d tensor laid out as the chunk, that belongs to this parameter."""
@@ -146,7 +146,7 @@ class Chunk:
 
     @property
     def shard_elements(self) -> int:
-        """The length of its states."""
+        """The elements of this rank's shard, which each state has."""
         return self.shard.stop - self.shard.start
 
     @property
@@ -161,11 +161,11 @@ class Chunk:
 
     @property
     def gradient_factor(self) -> float:
-        """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
+        """The factor of an update on the gradient: a sum still lacks that of the mean over ranks."""
         return 1.0 if self.accumulator is None or self.grad is not None else self.sum_factor
 
     def begin(self, state: ChunkState, job: Job, *, then: Job | None = None) -> None:
-        """The host gets ``job`` to do, and ``then`` after it."""
+        """Give the host ``job``, and ``then`` after it."""
         self.state = self.state.become(state)
         self._last, self.update = then or job, job if state is ChunkState.UPDATING else None
 
@@ -217,8 +217,8 @@ class Chunk:
             between: called on the host every few milliseconds of the update.
         """
         for part, scalars in pieces if between is None else _sliced(pieces, between):
-            states, own = self.states.part(part), gradient[part]
-            adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
+            states, part_gradient = self.states.part(part), gradient[part]
+            adam(*states, part_gradient, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
 
     def adam_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.

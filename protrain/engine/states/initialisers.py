@@ -109,7 +109,7 @@ def missing_start(parameter: nn.Parameter) -> str:
 
 
 def held_storages(model: nn.Module) -> set[int]:
-    """What tells the storages of the parameters and buffers of ``model`` that have values from others."""
+    """The ids of the storages of parameters and buffers of ``model`` that have values, for ``start_value``."""
     storages = (storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
     return {storage._cdata for storage in storages if storage is not None}
 
@@ -154,7 +154,7 @@ def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: 
 
 
 class _Keep(RuntimeMode):
-    """Leaves out what would write to any of some storages."""
+    """A dispatch mode that skips operators which write to any of some storages."""
 
     def __init__(self, storages: Container[int]) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def _call_in_progress() -> partial[Any] | None:
-    """The innermost call of an initialiser that runs now. Where a method calls its like above it, it is the outer."""
+    """The innermost call of an initialiser now. Where a method calls that of its base class, it is the outer one."""
     found: partial[Any] | None = None
     for frame, _ in walk_stack(sys._getframe()):
         call = _call_of(frame)

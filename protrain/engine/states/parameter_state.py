@@ -5,7 +5,7 @@ Callers are inside ``engine.quiet()``. What is read comes back on the CPU.
 With several ranks, a parameter may lie in the shards of some of them. What a rank has of it is one run of its elements,
 in the order of a contiguous tensor:
 
-- ``read_own_master`` copies that run, or some of it, and ``export_part`` tells of it. Other ranks need not call them.
+- ``read_local_master`` copies that run, or some of it, and ``export_part`` tells of it. Other ranks need not call them.
 - ``whole`` makes whole values of such copies, and ``read_weights`` reads whole weights. Both are collectives, which all
   ranks must call in the same order, and give all of them the same.
 - ``write_...`` and ``import_...`` are given the whole value or any run of its elements, and take from that what this
@@ -31,21 +31,21 @@ _ALL = slice(None)
 _PIECE_ELEMENTS = 1 << 20  # elements that are split at once, so that this takes little memory beside the parameter
 
 
-def own_elements(member: Member) -> slice:
+def local_elements(member: Member) -> slice:
     """The elements of the parameter that this rank has."""
     first = min(member.numel, max(0, member.chunk.shard.start - member.offset))
-    return slice(first, min(member.numel, first + member.own.stop - member.own.start))
+    return slice(first, min(member.numel, first + member.shard_slice.stop - member.shard_slice.start))
 
 
-def read_own_master(member: Member, elements: slice = _ALL) -> Tensor:
+def read_local_master(member: Member, elements: slice = _ALL) -> Tensor:
     """A copy of what this rank has of the fp32 master, or of these ``elements`` of that: 1-d, on the CPU."""
     weight, master = _copy(member, member.chunk.weight, elements), member.chunk.master
     return _master_of(weight, None if master is None else _copy(member, master, elements))
 
 
-def whole(member: Member, own: Tensor) -> Tensor:
-    """The whole value of which this rank has ``own``, on the CPU and in any shape, in the parameter's shape."""
-    return _assembled(member.chunk, own.view(-1), member.offset, member.offset + member.numel).view(member.shape)
+def whole(member: Member, local: Tensor) -> Tensor:
+    """The whole value of which this rank has ``local``, on the CPU and in any shape, in the parameter's shape."""
+    return _assembled(member.chunk, local.view(-1), member.offset, member.offset + member.numel).view(member.shape)
 
 
 def read_weight(member: Member) -> Tensor:
@@ -62,9 +62,9 @@ def read_weights(members: Sequence[Member]) -> list[Tensor]:
     for chunk, found in by_chunk.items():
         first = min(members[at].offset for at in found)
         stop = max(members[at].stop for at in found)
-        own = chunk.weight[max(0, first - chunk.shard.start) : max(0, stop - chunk.shard.start)].cpu()
+        local = chunk.weight[max(0, first - chunk.shard.start) : max(0, stop - chunk.shard.start)].cpu()
         offsets = [members[at].offset - first for at in found]
-        unflatten(_assembled(chunk, own, first, stop), [copies[at] for at in found], offsets)
+        unflatten(_assembled(chunk, local, first, stop), [copies[at] for at in found], offsets)
     return copies
 
 
@@ -159,16 +159,16 @@ class Part:
 
 def export_part(member: Member) -> Part:
     """What this rank has of ``member``, in place. Other ranks need not call it."""
-    own = own_elements(member)
+    local = local_elements(member)
     frozen = member.group < 0
-    shape = member.shape if own == slice(0, member.numel) else torch.Size([own.stop - own.start])
+    shape = member.shape if local == slice(0, member.numel) else torch.Size([local.stop - local.start])
     dtype = member.chunk.weight.dtype if frozen else torch.float32
     states = {
         kind: StateInPlace(shape, dtype, partial(_read, member, kind, dtype))
         for kind in (("weight",) if frozen else ("master", *_STATES))
     }
     step = torch.tensor(member.steps, dtype=torch.float32, device="cpu")
-    return Part(member.shape, own, states if frozen else {"step": step, **states})
+    return Part(member.shape, local, states if frozen else {"step": step, **states})
 
 
 def export_parameter(member: Member) -> dict[str, Tensor]:
@@ -183,10 +183,10 @@ def export_state(member: Member) -> dict[str, Any]:
     state but do not update it. When their state is loaded here, the old master must not replace the weight that they
     have trained. The step is no tensor, as other optimizers cast tensors. All ranks must call it.
     """
-    own = export_part(member).copies()
+    local = export_part(member).copies()
     if member.chunk.master is None:
-        del own["master"]  # it is the weight
-    state = _whole(member, own)
+        del local["master"]  # it is the weight
+    state = _whole(member, local)
     return {**state, "master_step": member.steps} if "master" in state else state
 
 
@@ -240,7 +240,7 @@ def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> No
 def _read(member: Member, kind: str, dtype: torch.dtype, elements: slice) -> Tensor:
     """A copy of ``elements`` of what this rank has of a state in a ``Part``: 1-d, on the CPU."""
     if kind == "master":
-        return read_own_master(member, elements)
+        return read_local_master(member, elements)
     return _copy(member, getattr(member.chunk, kind), elements).to(dtype)
 
 
@@ -255,11 +255,11 @@ def _copy(member: Member, flat: Tensor, elements: slice) -> Tensor:
 
 def _within(member: Member, elements: slice | None) -> tuple[slice, slice]:
     """What this rank has of ``elements`` of the parameter: its place in the states, and in ``elements``."""
-    own = own_elements(member)
+    local = local_elements(member)
     given = slice(0, member.numel) if elements is None else elements
-    first = max(own.start, given.start)
-    stop = max(first, min(own.stop, given.stop))
-    at = member.own.start + first - own.start
+    first = max(local.start, given.start)
+    stop = max(first, min(local.stop, given.stop))
+    at = member.shard_slice.start + first - local.start
     return slice(at, at + stop - first), slice(first - given.start, stop - given.start)
 
 
@@ -269,20 +269,20 @@ def _overlap(member: Member, value: Tensor, elements: slice | None) -> tuple[sli
     return target, value.detach().contiguous().view(-1)[part]
 
 
-def _assembled(chunk: Chunk, own: Tensor, first: int, stop: int) -> Tensor:
-    """The elements ``first`` to ``stop`` of a state of the whole ``chunk``. This rank has ``own`` of them, on the CPU.
+def _assembled(chunk: Chunk, local: Tensor, first: int, stop: int) -> Tensor:
+    """The elements ``first`` to ``stop`` of a state of the whole ``chunk``. This rank has ``local`` of them, on a CPU.
 
     Each rank that has some sends these alone, so that nothing travels that is not needed.
     """
     ranks = chunk.ranks
     if not ranks.several:
-        return own
-    found = torch.empty(stop - first, dtype=own.dtype, device="cpu")
+        return local
+    found = torch.empty(stop - first, dtype=local.dtype, device="cpu")
     for rank in range(ranks.size):
         shard = rank * chunk.shard_elements - first
         piece = found[max(0, shard) : max(0, shard + chunk.shard_elements)]
         if rank == ranks.rank:
-            piece.copy_(own)
+            piece.copy_(local)
         if piece.numel():
             ranks.broadcast(piece, f"a read of chunk {chunk.index}", source=rank)
     return found

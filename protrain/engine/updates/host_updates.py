@@ -32,7 +32,7 @@ _FORGOTTEN_SHARE = 0.05  # how far the rate goes back to the predicted one in a 
 
 
 class Rate:
-    """1e9 elements a second, of which the last updates count most.
+    """A rate in 1e9 elements a second: an average in which the last updates count most.
 
     Args:
         gparams: the predicted rate, which holds until the first update.
@@ -62,7 +62,7 @@ class Rate:
         self._began = before + time.perf_counter() - begin
 
     def forget(self) -> None:
-        """No update was made in this step. The rate turns to the predicted one by and by.
+        """Let the rate turn towards the predicted one, as no update was made in this step.
 
         Whoever decides by the rate that an update is not worth it would otherwise never see that it has changed.
         """
@@ -130,7 +130,7 @@ class HostOptimizer:
             chunk.adam(pieces, gradient, scale.on_host, threads=self.threads, between=between)
 
     def begin_step(self, updates: Iterable[HostUpdate], scale: Scale, assumed_factor: float | None) -> None:
-        """The step has asked for ``updates``. Those that were already done speculatively upload first.
+        """Take the ``updates`` of the step. Those that were already done speculatively upload first.
 
         ``assumed_factor`` on the gradients is what they had assumed; None: they had assumed other hyperparameters.
         """
@@ -210,7 +210,7 @@ class HostUpdate:
         self._go_to(UpdateState.SPECULATED)
 
     def begin(self) -> None:
-        """From now on fetches of the chunk wait for the job."""
+        """Begin a job, for which fetches of the chunk wait from now on."""
         self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
 
     def host_job(self) -> Job | None:
@@ -245,7 +245,7 @@ class HostUpdate:
             self._go_to(UpdateState.CAUGHT_UP)
 
     def _end(self, new: UpdateState) -> None:
-        """The weight is that of the step. If a buffer waits for it, it is uploaded."""
+        """End the update: the weight is that of the step, and is uploaded if a buffer waits for it."""
         self._go_to(new)
         self.host.buffers.issue_upload(self.chunk)
 

@@ -108,7 +108,7 @@ class Updates:
     # -- speculative updates -------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward outside of no_sync() begins."""
+        """Begin a backward outside of no_sync()."""
         try:
             self._assumed_scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it if they stay invalid
@@ -250,7 +250,7 @@ class Updates:
         return HostUpdate(chunk=chunk, gradient=chunk.gradient, window=self._window, host=self.host)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale) -> HostUpdate:
-        """The update of a chunk in host memory, which nobody does yet."""
+        """The pending update of a chunk in host memory."""
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
             update = self._new_update(chunk)
@@ -282,7 +282,7 @@ class Updates:
         runs: list[tuple[int, int, int, int]] = []
         for index in chunk.parameters:
             member = self._gradients.members[index]
-            start, stop = member.own.start, member.own.stop
+            start, stop = member.shard_slice.start, member.shard_slice.stop
             if member.group < 0 or start == stop or not self._gradients.present[index]:
                 continue
             key = (member.group, member.steps + 1)

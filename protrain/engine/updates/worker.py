@@ -87,7 +87,7 @@ _threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A kernel that returned into a finalised interpreter would abort the process."""
+    """End all threads: a kernel that returned into a finalised interpreter would abort the process."""
     for thread in _threads:
         thread.jobs.put(None)
     for thread in _threads:
@@ -115,7 +115,7 @@ class HostWorker:
         return job
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
-        """``submit``, but for the queueing."""
+        """The job that ``submit`` would queue."""
         return Job(functools.partial(_shown, work, name) if name else work)
 
     def queue(self, job: Job) -> None:

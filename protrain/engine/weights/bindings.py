@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import same_bytes
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.activations.saved import own_copy
+from protrain.engine.activations.saved import copy_with_strides
 from protrain.engine.states.chunks import Member
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
@@ -210,7 +210,7 @@ class _InPlace:
 
 def _copied(tensor: Tensor, buffers: BufferPool) -> Tensor:
     """A copy whose gradient is added to that of ``tensor``: [Note: gradients of copies]."""
-    copy = own_copy(tensor)
+    copy = copy_with_strides(tensor)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return copy
     hooks = _InPlace(copy, buffers)

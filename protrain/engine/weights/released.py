@@ -137,8 +137,8 @@ class _Source:
         """MisuseError if the weight has changed since."""
         if self.handle.engine.weights_version != self.weights_version:
             raise MisuseError(
-                f"{what} {self.handle.name} after optimizer.step(), or an edit, changed it: read the parameter anew, "
-                "or keep parameter.detach().clone() if old values are needed, and call backward() before step()"
+                f"{what} {self.handle.name}, which optimizer.step() or an edit has changed since: read the parameter "
+                "anew, or keep parameter.detach().clone() if old values are needed, and call backward() before step()"
             )
 
 
@@ -244,7 +244,7 @@ class _Copies:
                 self._made[id(leaf)] = self._copy(leaf)
             return self._made[id(leaf)]
         if isinstance(leaf, WeightCopy):
-            leaf.protrain_source.check("a copy of")
+            leaf.protrain_source.check("a use of a copy of")
             with torch._C.DisableTorchFunctionSubclass():
                 plain = leaf.as_subclass(Tensor)
             return self._watched(plain, leaf.protrain_source)
