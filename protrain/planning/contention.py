@@ -96,6 +96,7 @@ def slowdowns(shares: Shares, lanes: list[int], starts: list[float], ends: list[
     lane_of, bounds = np.array(lanes), np.array((starts, ends))  # [task], and [start or end, task]
     lengths = bounds[1] - bounds[0]
     kept = np.ones(len(lanes))  # by task
+    lost = 1.0 - shares[lane_of]  # [task, other lane]
     for other in _ACTIVITIES:
         of_other = np.flatnonzero(lane_of == other)
         if not of_other.size:
@@ -104,6 +105,6 @@ def slowdowns(shares: Shares, lanes: list[int], starts: list[float], ends: list[
         until = lengths[of_other].cumsum()
         busy = np.stack((until - lengths[of_other], until))
         start, end = np.interp(bounds, bounds[:, of_other].T.ravel(), busy.T.ravel())
-        kept *= 1.0 - (1.0 - shares[lane_of, other]) * (end - start) / np.maximum(lengths, 1e-9)
+        kept *= 1.0 - lost[:, other] * (end - start) / np.maximum(lengths, 1e-9)
     factors: list[float] = (1.0 / kept).tolist()
     return factors

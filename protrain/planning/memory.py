@@ -194,15 +194,15 @@ class MemoryModel:
 
     def host_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
         """The parts of the host memory, by name."""
-        n_persist, swapped_bytes = counts.n_persist, self.activations(modes).swapped_bytes
+        n_persist, n_weight_only = counts.n_persist, counts.n_weight_only
+        swapped_bytes = self.activations(modes).swapped_bytes
         sizes = zip(modes, self._swapped_bytes, strict=True)
         offloaded = sum(input_bytes for mode, (_, input_bytes) in sizes if mode is BlockMode.CKPT_SWAP)
         attention = "" if all(block.recomputes_attention for block in self.profile.blocks) else ", and attention"
         away_bytes = self._state_bytes[-1] - self._state_bytes[n_persist]
-        # All states are what second copies of all of them would take, and weights what copies of these would.
-        n_away, n_weight_only = len(self.layout.chunks) - n_persist, counts.n_weight_only
-        optimizer_bytes = self.copy_bytes(n_persist, n_away) - self.copy_bytes(n_persist, n_away, n_away)
-        n_whole = counts.n_speculate - n_weight_only
+        trained_bytes = (self._trained[-1] - self._trained[n_persist]) * self.profile.element_bytes
+        optimizer_bytes = self._copy_bytes[-1] - self._copy_bytes[n_persist] - trained_bytes
+        whole_copies_bytes = self.copy_bytes(n_persist + n_weight_only, counts.n_speculate - n_weight_only)
         n_regions = self.n_host_regions(n_persist, swapped_bytes)
         parts = {
             "weights": away_bytes - optimizer_bytes,
@@ -215,7 +215,7 @@ class MemoryModel:
             "sums of gradients": self.host_sum_bytes(n_persist, counts.n_device_sum),
             f"offloaded inputs of recomputed blocks{attention}": offloaded,
             "second weights for speculative updates": self.copy_bytes(n_persist, n_weight_only, n_weight_only),
-            "second copies for speculative updates": self.copy_bytes(n_persist + n_weight_only, n_whole),
+            "second copies for speculative updates": whole_copies_bytes,
         }
         parts |= {name: size for name, size in optional.items() if size}
         return {**parts, "other": self.partial_bytes + _HOST_SMALL_BYTES}
@@ -232,9 +232,9 @@ class MemoryModel:
 
     def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
         """Bytes of the second copies that speculative updates write. The first ``n_weight_only`` are weights alone."""
-        whole = n_persist + n_weight_only
-        weights_bytes = self.profile.element_bytes * (self._trained[whole] - self._trained[n_persist])
-        return weights_bytes + self._copy_bytes[n_persist + n_speculate] - self._copy_bytes[whole]
+        first, last = n_persist + n_weight_only, n_persist + n_speculate
+        weights_bytes = self.profile.element_bytes * (self._trained[first] - self._trained[n_persist])
+        return weights_bytes + self._copy_bytes[last] - self._copy_bytes[first]
 
     def speculation(
         self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0
@@ -247,8 +247,8 @@ class MemoryModel:
         states.
         """
         room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes, n_device_sum)
-        room = room_bytes // self.profile.element_bytes  # for second weights
-        fit = bisect_right(self._trained, self._trained[n_persist] + room) - 1 - n_persist
+        most = max(0, room_bytes) // self.profile.element_bytes  # elements of weights
+        fit = bisect_right(self._trained, self._trained[n_persist] + most) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
         n_weight_only = bisect_left(
             range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes

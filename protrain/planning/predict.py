@@ -52,8 +52,8 @@ def host_gparams(
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
     layout = layout_of(profile, plan)
     timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
-    of_host = [operation for operation in timeline.operations if operation.lane == HOST]
-    updates = [operation for operation in of_host if not operation.name.startswith("speculative weight")]
+    on_host = [operation for operation in timeline.operations if operation.lane == HOST]
+    updates = [operation for operation in on_host if not operation.name.startswith("speculative weight")]
     elements = sum(layout.shard_elements(layout.chunks[int(update.name.split()[-1])]) for update in updates)
     return elements / max(1e-9, sum(update.end_ms - update.start_ms for update in updates)) / 1e6
 
@@ -81,7 +81,7 @@ class RuntimeModel:
         The step's gradients are not clipped, so no speculative update is redone.
         """
         before_ms = self._before_ms(modes, counts._replace(n_speculate=0, n_weight_only=0))
-        if before_ms + self.steps.gpu_ms(modes) >= limit_ms:
+        if before_ms + self.steps.gpu_ms(modes, counts.n_persist) >= limit_ms:
             return inf
         return before_ms + Run(self.steps, modes, counts).step_ms
 

@@ -24,7 +24,6 @@ class Sharing(NamedTuple):
     states_ms: tuple[float, ...]  # by chunk: the same of what goes to the GPU for an update there
     host_gparams: float  # 1e9 parameters a second
     device_gparams: float  # beside the host
-    device_kept: float  # the share of its rate that the GPU keeps beside the host
     host_kept: float  # the share of its rate that the host keeps while the GPU updates a chunk in host memory
     staging_bytes: int  # device memory through which the states of a chunk pass
 

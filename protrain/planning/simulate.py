@@ -12,7 +12,7 @@ order. A lane is a resource that does one task at a time (``protrain.planning.ti
 is free and the tasks that it needs have ended: a buffer is given up, a chunk is updated, a gradient is offloaded, or
 the norm is known. Pictures and reports read the same tasks.
 
-``times`` goes through the list twice. First every task has its full rate. Then each takes longer by its slowdown beside
+``Times`` goes through the list twice. First every task has its full rate. Then each takes longer by its slowdown beside
 the tasks of other lanes (``protrain.planning.contention``). On a CPU nothing overlaps, and each task needs the one
 before it.
 
@@ -28,9 +28,9 @@ not depend on how long anything takes. The host makes awaited updates before all
 [Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
 update. The chunk's other states are updated later ("deferred"), when the host has finished every update that the next
 forward waits for. They must be updated before the chunk's next gradient arrives: the engine issues nothing until then,
-as in [Note: waiting for regions]. So the host makes deferred updates in the order in which gradients arrive. They must
-end before the next speculative updates begin, as the host does one after the other. A speculative update that does not
-begin before backward ends is made as one whole update, and none of it is deferred.
+as in [Note: waiting for regions]. So the host makes deferred updates in the order in which gradients arrive, and all of
+them before the next speculative updates. A speculative update that does not begin before backward ends is made as one
+whole update, and none of it is deferred.
 
 [Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
 transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
@@ -45,7 +45,7 @@ are reduced. A visit computes for longer by what it loses to the collectives tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from math import inf
 
@@ -87,10 +87,12 @@ class Run:
             )
         )
         self._last = [BEGIN] * len(LANES)  # by lane: its last task
-        # By chunk, the task after which the weight in host memory is updated, the GPU has read its buffer (the last,
-        # index -1, is an empty buffer), the weight is in its buffer, and the gradient is in host memory.
-        self._updated, self._released, self._loaded, self._offloaded = ([BEGIN] * (n_chunks + 1) for _ in range(4))
-        self._followed = [BEGIN] * n_chunks  # by chunk: after it the other states have followed the weight
+        # By chunk, the task after which the weight in host memory is updated, the deferred update is done, the GPU has
+        # read its buffer (the last, index -1, is an empty buffer), the weight is in its buffer, and the gradient is in
+        # host memory.
+        self._updated, self._deferred, self._released, self._loaded, self._offloaded = (
+            [BEGIN] * (n_chunks + 1) for _ in range(5)
+        )
         # By staging buffer: after it its gradient is offloaded (the last, index -1, is none), or reduced.
         self._drained, self._sent = ([BEGIN] * (STAGING_BUFFERS + 2) for _ in range(2))
         self._swapped_out = [BEGIN] * len(costs)  # by unit: after it the activations are in host memory
@@ -101,7 +103,9 @@ class Run:
         awaited = steps.handed_on(modes, counts.n_persist)
         self._awaited = {number: (chunk, update_ms.pop(chunk)) for number, chunk in awaited}
         self._backward()
-        self._choose(list(update_ms.items()))
+        alone = Times()  # at full rate
+        alone.add(self.tasks)
+        self._choose(list(update_ms.items()), alone.ends)
         self._update()
         self.begin, self.first = self._last[GPU], len(self.tasks)  # the step's begin, and its first task
         self._forward()
@@ -109,14 +113,17 @@ class Run:
         self._backward()
         self.backward_end = self._last[GPU]
         self._update()
-        if not steps.overlaps:  # each task waits for the one before
+        factors: Iterable[float] = repeat(1.0)
+        if steps.overlaps:
+            alone.add(self.tasks[len(alone.ends) :])
+            factors = slowdowns(steps.shares, [task[0] for task in self.tasks], alone.starts, alone.ends)
+        else:  # each task waits for the one before
             self.tasks[1:] = [
                 (lane, ms, (at,), BEGIN, kind, what) for at, (lane, ms, _, _, kind, what) in enumerate(self.tasks[1:])
             ]
-        self.starts, self.ends = times(self.tasks)
-        if steps.overlaps:
-            factors = slowdowns(steps.shares, [task[0] for task in self.tasks], self.starts, self.ends)
-            self.starts, self.ends = times(self.tasks, factors)
+        times = Times()
+        times.add(self.tasks, factors)
+        self.starts, self.ends = times.starts, times.ends
 
     @property
     def step_ms(self) -> float:
@@ -198,50 +205,46 @@ class Run:
         chunk, staging, sent = gradient.chunk, gradient.staging, gradient.sent
         room = self._drained[staging] if sent < 0 else self._sent[sent]
         there = self._do(GPU, gradient.flatten_ms, (room,), "flatten", chunk)
-        free, sum_there = self._followed[chunk], BEGIN  # after ``free`` updates have read its host memory
+        region, sum_there = self._deferred[chunk], BEGIN  # see [Note: weight-only updates]
         if gradient.number in self._awaited:  # see [Note: waiting for regions]
             awaited, update_ms = self._awaited[gradient.number]
-            free = self._do(HOST, update_ms, (self._offloaded[awaited],), "speculative update", awaited)
+            region = self._do(HOST, update_ms, (self._offloaded[awaited],), "speculative update", awaited)
         if gradient.sum_up_ms is not None:
-            needs = [there, self._drained[staging], self._offloaded[chunk], free]
-            sum_there = self._do(UP, gradient.sum_up_ms, needs, "sum", chunk)
+            for_sum = there, region, self._drained[staging], self._offloaded[chunk]
+            sum_there = self._do(UP, gradient.sum_up_ms, for_sum, "sum", chunk)
         if gradient.reduce_ms:  # see [Note: collectives]
-            needs = [there, self._drained[staging], sum_there]
+            needs = there, self._drained[staging], sum_there
             there = self._sent[sent] = self._do(REDUCE, gradient.reduce_ms, needs, "reduce", chunk)
             self._beside_ms += gradient.reduce_ms
         if staging >= 0:  # a sum comes and goes in parts, each of which goes down while the next one comes up
-            offloaded = self._do(DOWN, gradient.offload_ms, (there, free), "gradients", chunk, beside=sum_there)
+            offloaded = self._do(DOWN, gradient.offload_ms, (there, region), "gradients", chunk, beside=sum_there)
             self._drained[staging] = self._offloaded[chunk] = offloaded
-            self._wait(GPU, free)  # until then the engine issues nothing
-            self._wait(UP, free)
+            self._wait(GPU, region)  # until then the engine issues nothing
+            self._wait(UP, region)
 
-    def _choose(self, updates: Updates) -> None:
-        """Choose when and where ``updates`` are made, by the times of the first backward. Later ones do the same."""
-        steps, counts = self._steps, self._counts
-        first, whole = counts.n_persist + counts.n_speculate, counts.n_persist + counts.n_weight_only
-        _, ends = times(self.tasks)
+    def _choose(self, updates: Updates, ends: Sequence[float]) -> None:
+        """Choose when and where ``updates`` are made, by the ``ends`` of the first backward. Later ones do the same."""
+        steps, first = self._steps, self._counts.n_persist + self._counts.n_speculate
         over, free = ends[self._last[GPU]], ends[self._last[HOST]]
+        first_whole = self._counts.n_persist + self._counts.n_weight_only
         # The updates inside backward that begin before it is over, in the order in which gradients arrive.
         self._in_time: list[tuple[int, float]] = []
-        self._deferred: dict[int, float] = {}  # of those that compute only the weight, the whole updates
-        for chunk, ms in reversed(updates):
+        self._put_off: dict[int, float] = {}  # deferred updates: see [Note: weight-only updates]
+        for chunk, whole_ms in reversed(updates):
             if chunk < first or steps.in_backward:
+                ms = whole_ms if chunk >= first_whole else whole_ms * steps.weight_share
                 start = max(free, ends[self._offloaded[chunk]])
                 if start >= over:
                     break
-                early_ms = ms
-                if chunk < whole:
-                    self._deferred[chunk] = ms
-                    early_ms *= steps.weight_share
-                free = start + early_ms
-                self._in_time.append((chunk, early_ms))
-        early = dict(self._in_time)
-        after = [update for update in updates if update[0] not in early]
-        # The engine also lets the GPU redo a speculative update. A plan does not count on that, as it is help for steps
-        # that are not as the plan foresees them.
-        streamed_ms = {chunk: ms for chunk, ms in steps.streamed_ms.items() if chunk >= first}
-        by_gpu = _updated_by_gpu(after, streamed_ms, steps.sharing(self._counts.n_persist), free - over)
-        self._streamed = [(chunk, streamed_ms[chunk]) for chunk in by_gpu]
+                free = start + ms
+                self._in_time.append((chunk, ms))
+                if chunk < first_whole:
+                    self._put_off[chunk] = whole_ms
+        in_time = dict(self._in_time)
+        after = [(chunk, ms) for chunk, ms in updates if chunk not in in_time]
+        sharing = steps.sharing(self._counts.n_persist)
+        by_gpu = _updated_by_gpu(after, first, sharing, free - over) if steps.streams else []
+        self._streamed = [(chunk, steps.streamed_ms[chunk]) for chunk in by_gpu]
         self._after = [update for update in after if update[0] not in by_gpu]
 
     def _update(self) -> None:
@@ -249,7 +252,7 @@ class Run:
         over, updated = self._last[GPU], self._updated  # backward is over, and the norm is known
         # Updates inside backward take effect when the norm is known and none of them runs any more.
         for chunk, ms in self._in_time:
-            kind = "speculative weight" if chunk in self._deferred else "speculative update"
+            kind = "speculative weight" if chunk in self._put_off else "speculative update"
             self._do(HOST, ms, (self._offloaded[chunk],), kind, chunk)
         settled = self._do(HOST, 0.0, (over,), "wait", "")
         for chunk, _ in (*self._in_time, *self._awaited.values()):
@@ -257,48 +260,50 @@ class Run:
         for lane, updates in ((HOST, self._after), (STREAM, self._streamed)):
             for chunk, ms in updates:
                 updated[chunk] = self._do(lane, ms, (over, self._offloaded[chunk]), "update", chunk)
-        for chunk, ms in self._deferred.items():
-            self._followed[chunk] = self._do(HOST, ms, (over,), "deferred update", chunk)
+        for chunk, ms in self._put_off.items():
+            self._deferred[chunk] = self._do(HOST, ms, (), "deferred update", chunk)
         for chunk, ms in self._by_gpu:
             updated[chunk] = self._do(GPU, ms, (), "update", chunk)
 
 
-def times(tasks: Sequence[Task], factors: Iterable[float] = repeat(1.0)) -> tuple[list[float], list[float]]:
-    """When each of ``tasks`` starts and when it ends, if their durations have these ``factors``.
+class Times:
+    """When tasks start and end. A lane does its tasks one after the other, in the order of issue."""
 
-    A lane does its tasks one after the other, in the order of issue.
-    """
-    starts: list[float] = []
-    ends: list[float] = []
-    free = [0.0] * len(LANES)
-    for (lane, ms, needs, beside, _, _), factor in zip(tasks, factors, strict=False):
-        start = free[lane]
-        for needed in needs:
-            if ends[needed] > start:
-                start = ends[needed]
-        duration = ms * factor
-        if beside and ends[beside] - duration > start:
-            start = ends[beside] - duration
-        starts.append(start)
-        ends.append(start + duration)
-        free[lane] = start + duration
-    return starts, ends
+    def __init__(self) -> None:
+        self.starts: list[float] = []  # by task
+        self.ends: list[float] = []
+        self._free = [0.0] * len(LANES)  # when each lane has done all tasks so far
+
+    def add(self, tasks: Iterable[Task], factors: Iterable[float] = repeat(1.0)) -> None:
+        """Go on with ``tasks``, whose durations have these ``factors``."""
+        starts, ends, free = self.starts, self.ends, self._free
+        for (lane, ms, needs, beside, _, _), factor in zip(tasks, factors, strict=False):
+            start = free[lane]
+            for needed in needs:
+                end = ends[needed]
+                if end > start:
+                    start = end
+            duration = ms * factor
+            if beside and ends[beside] - duration > start:
+                start = ends[beside] - duration
+            free[lane] = end = start + duration
+            starts.append(start)
+            ends.append(end)
 
 
-def _updated_by_gpu(
-    updates: Updates, streamed_ms: Mapping[int, float], sharing: Sharing, host_free_ms: float
-) -> list[int]:
+def _updated_by_gpu(updates: Updates, first: int, sharing: Sharing, host_free_ms: float) -> list[int]:
     """The chunks that the GPU updates of those in ``updates``, in its order, as the engine chooses them.
 
-    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later. ``streamed_ms``
-    says by chunk how long the GPU takes with nothing beside it.
+    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later. Chunks before
+    ``first`` have speculative updates. The engine also lets the GPU redo these. A plan does not count on that, as it is
+    help for steps that are not as the plan foresees them.
     """
     host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
     chunks = [chunk for chunk, _ in updates]
     waiting = [
         Waiting(
             host_ms=ms,
-            device_ms=streamed_ms.get(chunk, inf) / sharing.device_kept,
+            device_ms=ms * sharing.host_gparams / sharing.device_gparams if chunk >= first else inf,
             needed_ms=sharing.needed_ms[chunk],
             upload_ms=sharing.upload_ms[chunk],
             states_ms=sharing.states_ms[chunk],
@@ -306,7 +311,7 @@ def _updated_by_gpu(
         for chunk, ms in updates
     ]
     found = []
-    while waiting and streamed_ms:
+    while waiting:
         if host_free_ms <= gpu_free_ms:
             host_free_ms += waiting.pop(0).host_ms
             del chunks[0]

@@ -106,7 +106,6 @@ class Steps:
         times = compute_times(profile, hardware)
         forward_ms, backward_ms = computing_by_visit(profile, times)
         self._computed = list(zip(visits, held, [*forward_ms, *reversed(backward_ms)], strict=True))  # by visit
-        self._compute_ms = sum(forward_ms) + sum(backward_ms)
         self._mode_costs = [
             (unit, block, self._costs_of(block, n_calls, times.recompute[block] / n_calls))
             for unit, n_calls in Counter(profile.calls).items()
@@ -114,9 +113,11 @@ class Steps:
         ]
         self.lost_to_collectives = lost_to_collectives(hardware)
         self._gradients = gradients_by_visit(profile, hardware, layout)
+        parts = list(chain.from_iterable(self._gradients))
+        self._least_ms = sum(forward_ms) + sum(backward_ms) + sum(part.flatten_ms for part in parts)
         # With several ranks, by chunk: its last gradient, whose reduction is that of the chunk, and the buffer that the
         # chunk is sent from.
-        last = {part.chunk: part.number for part in chain.from_iterable(self._gradients) if world_size > 1}
+        last = {part.chunk: part.number for part in parts if world_size > 1}
         self._sent = self._rotated({chunk: chunk for chunk in last})
         self._reduce_ms = {
             number: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
@@ -134,18 +135,13 @@ class Steps:
         dtype, moment_bytes = profile.dtype, profile.moment_bytes
         device_gparams, host_gparams = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
-        self._device_update_ms, self._host_update_ms, streamed_ms = (
+        self._device_update_ms, self._host_update_ms, self.streamed_ms = (
             [n / gparams / 1e6 for n in updates] for gparams in (device_gparams, host_gparams, streamed_gparams)
         )
-        # By chunk, how long the GPU takes to update it in host memory; nothing if it may not.
-        self.streamed_ms = dict(enumerate(streamed_ms)) if memory.stream and self.overlaps else {}
+        self.streams = memory.stream and self.overlaps  # the GPU may update chunks in host memory
         adam_bytes = moved_bytes(dtype, moment_bytes)
         # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
         self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
-        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
-        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in updates]
-        self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
-        self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
         self.weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
@@ -153,6 +149,10 @@ class Steps:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
             self.weight_share = min(1.0, self.weight_share * (measured / counted))
+        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
+        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in updates]
+        self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
+        self._update_gparams = host_gparams, streamed_gparams
         starts = list(accumulate(forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(held) - 1, -1, -1) for chunk in held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
@@ -172,10 +172,11 @@ class Steps:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return self.overlaps and not self.in_backward
 
-    def gpu_ms(self, modes: Modes) -> float:
-        """How long the GPU computes under ``modes``. No step is shorter."""
+    def gpu_ms(self, modes: Modes, n_persist: int) -> float:
+        """How long the GPU is busy with what it does in any case. No step is shorter."""
         more_ms = [costs.pack_ms + costs.recompute_ms for costs in self.costs(modes)]
-        return self._compute_ms + sum(more_ms[unit] for unit in self._profile.calls)
+        updates_ms = sum(self._device_update_ms[:n_persist])
+        return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + updates_ms
 
     def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
@@ -281,14 +282,13 @@ class Steps:
         before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
         host_gparams, device_gparams = self._update_gparams
-        link_kept, kept = float(self.shares[UP, HOST]), float(self.shares[STREAM, HOST])
+        link_kept = float(self.shares[UP, HOST])
         return Sharing(
             needed_ms=needed_ms,
             upload_ms=tuple(ms / link_kept for ms in self.upload_ms),
             states_ms=tuple(ms / link_kept for ms in self._states_ms),
             host_gparams=host_gparams,
-            device_gparams=device_gparams * kept,
-            device_kept=kept,
+            device_gparams=device_gparams * float(self.shares[STREAM, HOST]),
             host_kept=float(self.shares[HOST, STREAM]),
             staging_bytes=staging_bytes(self._layout.usual_shard_elements),
         )

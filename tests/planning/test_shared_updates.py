@@ -155,5 +155,5 @@ def test_what_a_weight_takes_is_calibrated() -> None:
         ("float32", 20 / 28 * 26 / 16 * 0.8),
     ):
         profile = replace(chain(2.0, 20.0, n=8), dtype=dtype)
-        memory = MemoryModel(profile, with_weights(profile, measured, 3, 1), pack(profile, N))
+        memory = MemoryModel(profile, measured, pack(profile, N))
         assert RuntimeModel(memory).steps.weight_share == pytest.approx(share)
