@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.exactness.worker import Training
-from bench.train.options import Sizes, add_sizes, commit_of_checkout, sizes_of
+from bench.train.options import Sizes, add_sizes, commit_of_checkout, sizes_of, versions
 from bench.train.ranks import run_ranks
 from bench.train.task import Task, make_tokens
 from protrain.cli.options import Parser, memory, number, writable_file
-from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_bytes, format_ms
 

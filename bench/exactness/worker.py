@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import protrain
 from bench.train.models import build_model
+from bench.train.options import device_name
 from bench.train.ranks import start_group
 from bench.train.task import WEIGHT_DECAY, Task
-from protrain.cli.summary import device_name
 from protrain.common.records import Record
 from protrain.distributed.devices import own_device
 from protrain.optim.optimizer import ProTrainOptimizer

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from bench.train.options import commit_of_checkout
-from protrain.cli.summary import device_name
+from bench.train.options import commit_of_checkout, device_name
 from protrain.common.records import Record
 from protrain.hardware.nvml import driver_version
 from protrain.profiler.kept_profiles import version_of

@@ -25,9 +25,9 @@ from bench.calibrated import calibrate_once
 from bench.planner import accuracy
 from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case
 from bench.planner.results import CaseResult, Results
+from bench.train.options import device_name, versions
 from bench.train.ranks import run_ranks
 from protrain.cli.options import writable_folder
-from protrain.cli.summary import device_name, versions
 
 # The cases of each kind of comparison, and the table of their results.
 _KINDS: dict[str, tuple[tuple[Case, ...], Callable[[Sequence[CaseResult]], str]]] = {

@@ -40,13 +40,12 @@ from bench.calibrated import calibrate_once
 from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import build_model, refuse_too_large, replace_loss
-from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
+from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of, versions
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
 from protrain.cli.lora import lora_text
 from protrain.cli.options import Parser, memory, number
-from protrain.cli.summary import versions
 from protrain.forward.chunked_loss import can_chunk
 from protrain.profiler.kept_profiles import version_of
 
@@ -106,7 +105,7 @@ def _parser() -> Parser:
         default=False,
         help="the blocks multiply in float8, by torchao: protrain, floor, resident and fsdp2 can",
     )
-    parser.add_argument("--clip", type=number(0, open_ended=True), default=1.0, help="norm to clip to (default: 1)")
+    parser.add_argument("--clip", type=number(1e-6), default=1.0, help="norm to clip to (default: 1)")
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,

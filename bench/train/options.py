@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import torch
 
 from protrain.cli.options import Parser, memory, number, whole, writable_folder
 from protrain.cli.shapes import named
+from protrain.hardware.memory import processor_name
+from protrain.profiler.kept_profiles import version_of
 
 
 class Sizes(NamedTuple):
@@ -72,6 +75,21 @@ def sizes_of(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
         "device_memory": args.device_memory,
         "gpus": args.gpus,
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that results depend on."""
+    others = "triton", "transformers", "protrain"  # of which this one may run from a checkout
+    found = {package: version_of(package) for package in others}
+    return {"python": platform.python_version(), "torch": torch.__version__, **found}
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor_name()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def driver_of_gpu() -> str:

@@ -26,13 +26,13 @@ from bench.train.clients.timed import run_client
 from bench.train.contestants import KINDS
 from bench.train.fsdp2 import fsdp2_trainer
 from bench.train.llmq import llmq_trainer
+from bench.train.options import device_name
 from bench.train.peaks import finish, forbid_more, peaks, pinned_by_torch
 from bench.train.peers import deepspeed_trainer, torchao_trainer
 from bench.train.ranks import any_rank, file_of
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
-from protrain.cli.summary import device_name
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import local_rank
 from protrain.forward.compilation import graphs_compiled

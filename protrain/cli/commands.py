@@ -7,18 +7,14 @@ wait.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import protrain
-from protrain.cli.bench import add_bench
 from protrain.cli.lora import lora_text
 from protrain.cli.options import (
     Parser,
-    add_gpus_option,
-    add_output_options,
     count,
     memory,
     new_folder,
@@ -31,8 +27,6 @@ from protrain.cli.options import (
 from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES, full_dtype
 from protrain.hardware.shipped import shipped_names
-
-AddParser = Callable[..., Parser]  # makes the parser of a command of what argparse takes
 
 _PLAN_EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
@@ -66,10 +60,19 @@ _CONVERT_EXAMPLE = """example:
   protrain convert runs/mine dcp          # its newest checkpoint
   protrain convert dcp other/checkpoints  # and back
 """
+_BENCH_EXAMPLE = """examples:
+  protrain bench kernels --quick --out results
+  protrain bench kernels -k "flatten and gpt2" --benchmark-save=before
+  protrain bench planner --out results
+  protrain bench train --model llama-7b --contestants protrain,floor,fsdp2
+
+`protrain bench kernels OPTIONS` is `pytest bench/kernels OPTIONS`. The others
+are `python -m bench.planner OPTIONS` and `python -m bench.train OPTIONS`.
+"""
 
 
-# The options that commands share, by their field, with what argparse is told of each.
-_SHARED: dict[str, dict[str, Any]] = {
+# All options and arguments by their field, with what argparse is told of each.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
     "batch": {
         "type": whole(1, 2**16),
         "help": "sequences in a batch, on each GPU (default: the fastest for --step-tokens; on a CPU 1)",
@@ -151,161 +154,155 @@ _SHARED: dict[str, dict[str, Any]] = {
         "metavar": "SIZE",
         "help": "the RAM of the machine, of which training takes a part (default: what is free, or usual for the GPU)",
     },
-    "merge": {"action": "store_true", "help": "write the whole model with the adapter added"},
+    "merge": {"action": "store_true", "help": "with --lora: write the whole model with the adapter added"},
+    "hardware": {
+        "metavar": "FILE|NAME",
+        "help": "the file that `protrain calibrate --out` wrote, or one of "
+        f"{', '.join(shipped_names())} (default: this machine)",
+    },
+    "gpus": {
+        "type": whole(1),
+        "metavar": "N",
+        "default": 1,
+        "help": "GPUs of the machine that train together and share its host memory (default: 1)",
+    },
+    "nodes": {
+        "type": whole(1),
+        "metavar": "M",
+        "default": 1,
+        "help": "equal machines with --gpus GPUs each (default: 1)",
+    },
+    "network_gbps": {
+        "type": number(1e-3),
+        "metavar": "GB/s",
+        "help": "gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual "
+        "for the GPU)",
+    },
+    "frontier": {
+        "action": "store_true",
+        "help": "not one plan, but the fastest under each of a dozen limits on device memory",
+    },
+    "max_model": {
+        "action": "store_true",
+        "help": "not a plan for MODEL, but the most layers of its width that fit",
+    },
+    "compare": {
+        "metavar": "MACHINES",
+        "help": "not one plan, but a line for each machine: whether MODEL fits, how fast it is, and what limits it, "
+        "the fastest or with --price the cheapest first. Machines are names, with GPUs and nodes if several: "
+        "rtx4090,h100x2,a100x8x2",
+    },
+    "explain": {
+        "action": "store_true",
+        "help": "also what each number of the plan, and more memory, would change, and what is assumed of the machine",
+    },
+    "picture": {
+        "metavar": "FILE",
+        "type": writable_file,
+        "help": "also a picture of one step, or of the frontier: .png, .svg or .pdf",
+    },
+    "json": {"action": "store_true", "help": "print JSON on standard output instead of the table"},
+    "out": {"type": writable_file, "metavar": "FILE", "help": "also write the JSON to FILE"},
+    "seconds": {
+        "type": number(0.01, 600),
+        "metavar": "X",
+        "help": "how long to measure; less also means smaller sizes and rougher figures, which replace no kept profile "
+        "(default: 30)",
+    },
+    "MODEL": {
+        "type": named,
+        "help": "a folder with a Hugging Face config.json, a model of the Hub like org/name, or one of "
+        f"{', '.join(SHAPES)}; a folder goes before a name of these",
+    },
+    "model": {"type": named, "required": True, "help": "the model that was trained"},
+    "CHECKPOINT": {"type": Path, "help": "a folder of checkpoints, or of a Trainer"},
+    "FOLDER": {"type": new_folder, "help": "a new or empty folder for the model"},
+    "SOURCE": {"type": Path, "help": "a run, or a checkpoint of either format"},
+    "TARGET": {"type": writable_folder, "help": "where to write it in the other format"},
+    "BENCHMARK": {
+        "choices": ("kernels", "planner", "train"),
+        "help": "kernels: each against the machine's roofs and against torch, after checking its results; planner: "
+        "predicted step times and memory against measured ones, for random plans; train: one model with ProTrain, with "
+        "its peers and without any optimizer",
+    },
+    "OPTIONS": {"nargs": argparse.REMAINDER, "help": "of the benchmark, such as --help"},
 }
 
 
-def add_options(group: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **texts: str) -> None:
-    """Add the options for the fields ``names``, where ``texts`` have another help text for some."""
-    for name in names:
-        spellings = [f"--{name.replace('_', '-')}", *(["--seq"] if name == "sequence" else [])]
-        text = {"help": texts[name]} if name in texts else {}
-        group.add_argument(*spellings, **{"dest": name, **_SHARED[name], **text})
+class Command(NamedTuple):
+    """What the parser of a command is made from."""
+
+    summary: str  # its line in the help of `protrain`
+    run: str = ""  # the function that does it
+    description: str = ""
+    example: str = ""
+    usage: str | None = None
+    # By the title of a group of options their fields. Those of a tuple exclude each other.
+    groups: Mapping[str, Sequence[str | tuple[str, ...]]] = {}
+    own: Mapping[str, Mapping[str, Any]] = {}  # by field, what argparse is told in place of what the table says
 
 
-def _add_calibrate(add_parser: AddParser) -> None:
-    parser = add_parser(description=_CALIBRATE_DESCRIPTION, epilog=_CALIBRATE_EXAMPLE)
-    add_gpus_option(parser, "measure")
-    add_options(parser, "device")
-    parser.add_argument(
-        "--seconds",
-        type=number(0, 600, open_ended=True),
-        metavar="X",
-        help="how long to measure; less also means smaller sizes and rougher figures, which replace no kept profile "
-        "(default: 30)",
-    )
-    add_output_options(parser)
-    parser.set_defaults(run="protrain.cli.calibrate_run:run")
-
-
-def _add_plan(add_parser: AddParser) -> None:
-    parser = add_parser(
+_OUTPUT = {"output": ("json", "out")}
+# `protrain train` has no options here, as main gives its words to the parser of TRL.
+COMMANDS = {
+    "calibrate": Command(
+        summary="measure this machine",
+        run="protrain.cli.calibrate_run:run",
+        description=_CALIBRATE_DESCRIPTION,
+        example=_CALIBRATE_EXAMPLE,
+        groups={"": ("gpus", "device", "seconds"), **_OUTPUT},
+        own={
+            "gpus": {
+                "default": None,
+                "help": "measure on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain does "
+                "(default: 1)",
+            }
+        },
+    ),
+    "plan": Command(
+        summary="show the plan for a model",
+        run="protrain.cli.plan_run:run",
         usage="%(prog)s MODEL [--hardware NAME] [--batch N] [OPTION ...]",
         description="Profile a model and search the plan for a machine.",
-        epilog=_PLAN_EXAMPLE,
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        type=named,
-        help="a folder with a Hugging Face config.json, a model of the Hub like org/name, or one of "
-        f"{', '.join(SHAPES)}; a folder goes before a name of these",
-    )
-    add_options(
-        parser,
-        *("batch", "accumulation", "step_tokens", "sequence", "packing", "dtype", "moment_dtype"),
-        *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
-    )
-    _add_machine_options(parser)
-    shown = parser.add_argument_group("what is shown")
-    add_options(shown, "tokens", "price")
-    what = shown.add_mutually_exclusive_group()
-    what.add_argument(
-        "--frontier",
-        action="store_true",
-        help="not one plan, but the fastest under each of a dozen limits on device memory",
-    )
-    what.add_argument(
-        "--max-model",
-        action="store_true",
-        help="not a plan for MODEL, but the most layers of its width that fit",
-    )
-    what.add_argument(
-        "--compare",
-        metavar="MACHINES",
-        help="not one plan, but a line for each machine: whether MODEL fits, how fast it is, and what limits it, "
-        "the fastest or with --price the cheapest first. Machines are names, with GPUs and nodes if several: "
-        "rtx4090,h100x2,a100x8x2",
-    )
-    what.add_argument(
-        "--explain",
-        action="store_true",
-        help="also what each number of the plan, and more memory, would change, and what is assumed of the machine",
-    )
-    shown.add_argument(
-        "--picture",
-        metavar="FILE",
-        type=writable_file,
-        help="also a picture of one step, or of the frontier: .png, .svg or .pdf",
-    )
-    add_output_options(parser)
-    parser.set_defaults(run="protrain.cli.plan_run:run")
-
-
-def _add_machine_options(parser: Parser) -> None:
-    """Add the options that ``protrain.cli.plan_machine.machine_of`` reads."""
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--hardware",
-        metavar="FILE|NAME",
-        help="the file that `protrain calibrate --out` wrote, or one of "
-        f"{', '.join(shipped_names())} (default: this machine)",
-    )
-    on_device = "cuda or cpu (default: that of --hardware, or cuda if there is a GPU)"
-    add_options(machine, "device", device=on_device)
-    machine.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="N",
-        default=1,
-        help="GPUs of the machine that train together and share its host memory (default: 1)",
-    )
-    machine.add_argument(
-        "--nodes", type=whole(1), metavar="M", default=1, help="equal machines with --gpus GPUs each (default: 1)"
-    )
-    machine.add_argument(
-        "--network-gbps",
-        type=number(1e-3),
-        metavar="GB/s",
-        help="gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual for "
-        "the GPU)",
-    )
-    add_options(machine, "device_memory", "host_memory")
-
-
-def _add_train(add_parser: AddParser) -> None:
-    add_parser()  # for the help of `protrain`: main gives its words to the parser of TRL
-
-
-def _add_export(add_parser: AddParser) -> None:
-    parser = add_parser(
-        description="Write the weights of a checkpoint as a folder for from_pretrained.",
-        epilog=_EXPORT_EXAMPLE,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a folder of checkpoints, or of a Trainer")
-    parser.add_argument("folder", metavar="FOLDER", type=new_folder, help="a new or empty folder for the model")
-    parser.add_argument("--model", type=named, required=True, help="the model that was trained")
-    add_options(
-        parser,
-        *("dtype", "lora", "merge"),
-        dtype="the type of the weights (default: that of the checkpoint)",
-        lora="of a training with an adapter: what it was made with",
-        merge="with --lora: write the whole model with the adapter added",
-    )
-    parser.set_defaults(run="protrain.cli.export_run:export")
-
-
-def _add_convert(add_parser: AddParser) -> None:
-    parser = add_parser(
-        description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
-        epilog=_CONVERT_EXAMPLE,
-    )
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint of either format")
-    parser.add_argument("target", metavar="TARGET", type=writable_folder, help="where to write it in the other format")
-    parser.set_defaults(run="protrain.cli.export_run:convert")
-
-
-# From the name of a command to its line in the help of `protrain`, and the function that adds its parser.
-COMMANDS = {
-    "calibrate": ("measure this machine", _add_calibrate),
-    "plan": ("show the plan for a model", _add_plan),
-    "train": ("fine-tune a language model by TRL: SFT, or DPO", _add_train),
-    "export": ("write a checkpoint as a Hugging Face folder", _add_export),
-    "convert": (
-        "write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
-        _add_convert,
+        example=_PLAN_EXAMPLE,
+        groups={
+            "": (
+                *("MODEL", "batch", "accumulation", "step_tokens", "sequence", "packing", "dtype", "moment_dtype"),
+                *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
+            ),
+            "machine": ("hardware", "device", "gpus", "nodes", "network_gbps", "device_memory", "host_memory"),
+            "what is shown": ("tokens", "price", ("frontier", "max_model", "compare", "explain"), "picture"),
+            **_OUTPUT,
+        },
     ),
-    "bench": ("measure parts of ProTrain against their peers", add_bench),
+    "train": Command(summary="fine-tune a language model by TRL: SFT, or DPO"),
+    "export": Command(
+        summary="write a checkpoint as a Hugging Face folder",
+        run="protrain.cli.export_run:export",
+        description="Write the weights of a checkpoint as a folder for from_pretrained.",
+        example=_EXPORT_EXAMPLE,
+        groups={"": ("CHECKPOINT", "FOLDER", "model", "dtype", "lora", "merge")},
+        own={
+            "dtype": {"help": "the type of the weights (default: that of the checkpoint)"},
+            "lora": {"help": "of a training with an adapter: what it was made with"},
+        },
+    ),
+    "convert": Command(
+        summary="write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
+        run="protrain.cli.export_run:convert",
+        description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
+        example=_CONVERT_EXAMPLE,
+        groups={"": ("SOURCE", "TARGET")},
+    ),
+    "bench": Command(
+        summary="measure parts of ProTrain against their peers",
+        run="protrain.cli.bench:run",
+        usage="%(prog)s BENCHMARK [OPTION ...]",
+        description="Measure parts of ProTrain against their peers. Needs a checkout of the repository, and "
+        "'protrain[bench]'.",
+        example=_BENCH_EXAMPLE,
+        groups={"": ("BENCHMARK", "OPTIONS")},
+    ),
 }
 
 
@@ -314,10 +311,25 @@ def build_parser(command: str) -> Parser:
     parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
     parser.add_argument("--version", action="version", version=f"protrain {protrain.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, (summary, add_options_to) in COMMANDS.items():
-        add_parser = partial(commands.add_parser, name, help=summary)
-        if name == command:
-            add_options_to(add_parser)
-        else:
-            add_parser()
+    for name, told in COMMANDS.items():
+        own = commands.add_parser(
+            name, help=told.summary, usage=told.usage, description=told.description, epilog=told.example
+        )
+        own.set_defaults(run=told.run)
+        for title, fields in told.groups.items() if name == command else ():
+            group = own.add_argument_group(title) if title else own
+            for field in fields:
+                exclusive = group.add_mutually_exclusive_group() if isinstance(field, tuple) else group
+                for each in field if isinstance(field, tuple) else (field,):
+                    _add(exclusive, each, told.own.get(each, {}))
     return parser
+
+
+def _add(group: argparse._ActionsContainer, field: str, own: Mapping[str, Any]) -> None:
+    """Add the argument or option for ``field`` to ``group``."""
+    told = {**_ARGUMENTS[field], **own}
+    if field.isupper():
+        group.add_argument(field.lower(), metavar=field, **told)
+    else:
+        spellings = [f"--{field.replace('_', '-')}", *(["--seq"] if field == "sequence" else [])]
+        group.add_argument(*spellings, dest=field, **told)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import select
-import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +17,7 @@ import protrain
 from protrain.cli.commands import build_parser
 from protrain.cli.options import in_options
 from protrain.common.errors import MisuseError
-from protrain.common.progress import print_line, say, silence
+from protrain.common.progress import print_line, say
 from protrain.common.signals import InterruptedRun, is_program
 
 
@@ -57,11 +55,7 @@ def _status(argv: Sequence[str] | None) -> int:
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:
-        unread = isinstance(error, BrokenPipeError) and _nobody_reads_results()
-        unwritten = _unwritten_results()
-        if unread:
-            return 128 + signal.SIGPIPE
-        return _failed(name if unwritten is None else f"{name}: standard output", unwritten or error, 1)
+        return _failed(name, error, 1)
     except InterruptedRun as error:
         return _failed(name, error, 128 + error.signal_number)
     except KeyboardInterrupt:
@@ -71,19 +65,11 @@ def _status(argv: Sequence[str] | None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``, which is kept as ``words`` for those who start the command again in other processes.
-
-    It raises an OSError if a help text cannot be written, which argparse would notice only at the exit.
-    """
+    """Parse ``argv``, which is kept as ``words`` for those who start the command again in other processes."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["train"]:  # whose parser is TRL's
         return argparse.Namespace(command="train", run="protrain.cli.train_run:run", words=words)
-    try:
-        return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
-    except SystemExit:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        raise
+    return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
 
 
 @contextmanager
@@ -102,26 +88,6 @@ def own_warnings_as_lines() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
-
-
-def _nobody_reads_results() -> bool:
-    """Whether the reader of standard output has left, as `head` does."""
-    with suppress(OSError, ValueError):  # a stream that a test or a caller put there has no descriptor
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
-        return bool(poll.poll(0))
-    return False
-
-
-def _unwritten_results() -> OSError | None:
-    """The error that keeps results from standard output, or None. After an error, further output is dropped."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        silence(sys.stdout)
-        return error
-    return None
 
 
 def _failed(name: str, error: Exception, status: int) -> int:

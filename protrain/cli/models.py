@@ -14,7 +14,6 @@ from torch import nn
 from protrain.cli.options import need
 from protrain.cli.shapes import SHAPES, shape_config
 from protrain.engine.states.empty import empty_parameters
-from protrain.profiler.blocks import find_blocks
 
 # The names that families of transformers have for the number of tokens that they can tell apart by position.
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -126,8 +125,6 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     _refuse_untrainable(folder, config, model)
     loaded = LoadedModel(model=model, folder=folder, sequence=1024)
     positions = loaded.sequence if loaded.positions is None else loaded.positions
-    if positions < 2:  # each token is learnt from the tokens before it
-        raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
     return replace(loaded, sequence=min(loaded.sequence, positions))
 
 
@@ -154,16 +151,6 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
         raise ValueError(
             f"{folder}: in this model ({config.model_type}) a token sees those that follow it, which it is to predict; "
             'put "is_decoder": true into its config.json'
-        )
-    nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-    if nothing:
-        raise ValueError(f"{folder}: by its config.json {nothing[0]} has no elements")
-    # The config's own number is not read. Each family has another name for it, and one of two in a config may be 0.
-    empty = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and not len(module)]
-    if empty and not find_blocks(model):
-        raise ValueError(
-            f"{folder}: by its config.json the model has no layers, as {empty[0]} is empty; put back the number of "
-            "layers that it was saved with"
         )
 
 

@@ -7,13 +7,14 @@ import difflib
 import math
 import os
 import re
-import shlex
+import signal
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from protrain.common.progress import say, silence
 from protrain.common.records import Record
 from protrain.common.tables import parse_memory, wrapped
 
@@ -75,31 +76,22 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`."""
-        for at, word in enumerate(args or ()):
-            if not word or (word.startswith("--") and word.endswith("=")):
-                said = shlex.join(args[max(0, at - 1) : at + 1] if not word else [word])
-                self.error(f"{said}: nothing is given, as by a shell variable that is not set")
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+            name = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return found, unknown
 
-    def _meant(self, unknown: list[str]) -> str:
-        if "--model" in self._option_string_actions and not unknown[0].startswith("-"):
-            return f"; did you mean --model {unknown[0]}?"
-        options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
-        near = [
-            match for word in options for match in difflib.get_close_matches(word, self._option_string_actions, n=1)
-        ]
-        return f"; did you mean {' '.join(near)}?" if near else ""
-
     def print_help(self, file: Any = None) -> None:
-        """Print the help text. An error in writing is raised, which argparse ignores if the text is long."""
-        print(self.format_help(), end="", file=file or sys.stdout)
+        """Print the help text as a result, since argparse drops errors in writing it."""
+        print_result(self.format_help().rstrip())
 
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with 2."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        say(f"{self.prog}: {message} (see {self.prog} --help)")
+        raise SystemExit(2)
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -107,31 +99,23 @@ def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     return _number(int, least, most)
 
 
-def number(least: float, most: float = math.inf, *, open_ended: bool = False) -> Callable[[str], float]:
-    """An argparse type: a finite number in [least, most], or strictly between them if ``open_ended``."""
-    return _number(float, least, most, open_ended=open_ended)
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a finite number in [least, most]."""
+    return _number(float, least, most)
 
 
-def _number(kind: type[Number], least: float, most: float, *, open_ended: bool = False) -> Callable[[str], Number]:
+def _number(kind: type[Number], least: float, most: float) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number, not {text!r}") from None
-        if value == math.inf:
-            raise argparse.ArgumentTypeError("must be finite")
-        if not least <= value <= most:
-            limits = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
-            raise argparse.ArgumentTypeError(f"must be {limits}, not {_plain(value)}")
-        if open_ended and value in (least, most):
-            raise argparse.ArgumentTypeError(f"must lie between {least:g} and {most:g}, not at {text}")
+        if not least <= value <= most or value == math.inf:
+            limits = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, not {text}")
         return value
 
     return parse
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -149,7 +133,7 @@ def count(text: str) -> int:
 
 def prices(text: str) -> list[float]:
     """An argparse type: prices with commas between them."""
-    return [number(0, open_ended=True)(part) for part in text.split(",")]
+    return [number(0)(part) for part in text.split(",")]
 
 
 def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
@@ -175,17 +159,15 @@ memory = text_for(_memory_bytes)  # an argparse type: a number of bytes, or like
 
 
 def writable_file(text: str) -> Path:
-    """An argparse type: a file that can be written, which is checked before the work. Nothing is written."""
+    """An argparse type: a file to write, which is checked before the work. A device or a pipe would be replaced."""
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
-    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
+    if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{path} is no regular file: give one; results can be piped with --json")
     return _writable(path)
 
 
 def writable_folder(text: str) -> Path:
-    """An argparse type: a folder that can be written or made. Nothing is made."""
+    """An argparse type: a folder to write to or to make, which is checked before the work."""
     path = Path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
@@ -193,7 +175,7 @@ def writable_folder(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """An argparse type: a folder that is empty or can be made. Nothing is made."""
+    """An argparse type: a folder that is empty or can be made."""
     path = writable_folder(text)
     if path.exists() and any(path.iterdir()):
         raise argparse.ArgumentTypeError(f"{path} is not empty: give a folder of its own")
@@ -201,38 +183,25 @@ def new_folder(text: str) -> Path:
 
 
 def _writable(path: Path) -> Path:
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if not existing.is_dir():
-        raise argparse.ArgumentTypeError(f"{existing} is no folder")
-    if not os.access(path if path.exists() else existing, os.W_OK):
-        raise argparse.ArgumentTypeError(f"no permission to write {path}")
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not (existing.is_dir() or existing == path) or not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written, because of {existing}")
     return path
 
 
-def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
-    """Add --gpus to the parser of a command that does ``what`` on one GPU, for ``protrain.cli.launch.start_ranks``."""
-    parser.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="N",
-        help=f"{what} on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain does (default: 1)",
-    )
-
-
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add --json and --out, which ``emit`` obeys."""
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print JSON on standard output instead of the table")
-    output.add_argument("--out", type=writable_file, metavar="FILE", help="also write the JSON to FILE")
-
-
 def print_result(text: str) -> None:
-    """Print ``text`` on standard output. An OSError says that standard output could not take it."""
+    """Print ``text`` on standard output, which is closed if it cannot take that.
+
+    Raises:
+        SystemExit: the reader has left, as `head` does, which is no failure.
+        OSError: the text could not be written.
+    """
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader has left, which is no failure
-        raise
     except OSError as error:
+        silence(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
         raise OSError(f"standard output: {error}") from None
 
 

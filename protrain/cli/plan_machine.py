@@ -15,8 +15,6 @@ from protrain.hardware.memory import for_training
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine, shipped_name, shipped_names
 
-_DEVICE = re.compile(r"(cuda|cpu)(:\d|:[1-9]\d)?")
-
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
     """The profile of one of the GPUs that ``args`` ask for.
@@ -99,20 +97,12 @@ def _ram_bytes(args: argparse.Namespace) -> int | None:
 
 
 def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:
+    if args.device is not None:
+        raise ValueError(f"--device names a device of this machine: leave it out, as the plan is for {name}")
     hardware = of_machine(name, n_gpus, ram_bytes=_ram_bytes(args))
-    if args.device is not None and _device_type_of(args.device) != hardware.device_type:
-        raise ValueError(f"--device {args.device} contradicts {name}, whose device is {hardware.device_type}")
     if args.device_memory is not None:
         hardware = replace(hardware, device_bytes=parse_memory(args.device_memory, name="device_memory"))
     return _shared(args, hardware, n_gpus, n_nodes)
-
-
-def _device_type_of(name: str) -> str:
-    """The type of the device ``name`` of --device, which is like "cuda", "cuda:1" or "cpu"."""
-    found = _DEVICE.fullmatch(name)
-    if found is None:
-        raise ValueError(f"--device {name!r} is no device for training: give cuda or cpu")
-    return found[1]
 
 
 def _shared(args: argparse.Namespace, hardware: HardwareProfile, n_gpus: int, n_nodes: int) -> HardwareProfile:

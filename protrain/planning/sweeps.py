@@ -112,7 +112,7 @@ class Frontier(Record):
 
     def table(self) -> str:
         """A table with one line for each limit."""
-        n_ranks = max((point.plan.world_size for point in self.points), default=1)
+        n_ranks = self.points[0].plan.world_size
         memory = [per_gpu(f"{where} memory", n_ranks) for where in ("device", "host")]
         rows = [[memory[0], "used", memory[1], "step time", "tokens/s", "plan"]]
         for point in self.points:

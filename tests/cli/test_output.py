@@ -20,12 +20,13 @@ def test_output_that_nobody_reads_ends_quietly(
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert main(["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--json"]) == 141
+        with pytest.raises(SystemExit, match="141"):
+            main(["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--json"])
         pipe.flush()  # as Python does at its exit
     assert "Broken pipe" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["plan", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"]])
 def test_help_that_nobody_reads_ends_quietly(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,7 +34,8 @@ def test_help_that_nobody_reads_ends_quietly(
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert main(argv) == 141
+        with pytest.raises(SystemExit, match="141"):
+            main(argv)
         pipe.flush()  # as Python does at its exit
     assert capsys.readouterr().err == ""
 

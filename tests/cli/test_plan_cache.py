@@ -61,7 +61,7 @@ for words in json.loads(sys.argv[1]):
 @pytest.mark.parametrize(
     "ways",
     [
-        [["--hardware", "a100"], ["--hardware", "machine.json", "--device", "cuda", "--json", "--out", "plan.json"]],
+        [["--hardware", "a100"], ["--hardware", "machine.json", "--json", "--out", "plan.json"]],
         pytest.param(
             [
                 ["--hardware", "a100", "--explain"],

@@ -195,25 +195,18 @@ def test_the_plain_loop(case: Case) -> None:
     check(*prepare_plain(model, adamw(model), device=CPU, dtype=case.dtype), case)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How the engine does it."""
-
-    spec: Spec
-    inside: bool = False  # updates run inside the last backward
-
-
 ALL, NO = Spec("all", "least", (NONE,)), Spec("none", "least", (CKPT, NONE))
-WAYS = {
-    "device": Way(ALL),
-    "host": Way(NO),
-    "sums-on-device": Way(replace(NO, sums=True)),
-    "some": Way(Spec("some", "least", (NONE,), small=True)),
-    "speculative": Way(Spec("none", "least", (CKPT,), speculate=True)),
-    "speculative-sums-on-device": Way(Spec("none", "least", (CKPT,), speculate=True, sums=True)),
-    "speculative-weights": Way(Spec("none", "least", (NONE,), small=True, speculate=True, weights=True)),
-    "streamed": Way(Spec("none", "least", (CKPT,), small=True, stream=True)),
-    "inside": Way(Spec("some", "least", (NONE,), small=True), inside=True),
+INSIDE = "inside"  # where updates run in the last backward of a step
+WAYS: dict[str, Spec] = {
+    "device": ALL,
+    "host": NO,
+    "sums-on-device": replace(NO, sums=True),
+    "some": Spec("some", "least", (NONE,), small=True),
+    "speculative": Spec("none", "least", (CKPT,), speculate=True),
+    "speculative-sums-on-device": Spec("none", "least", (CKPT,), speculate=True, sums=True),
+    "speculative-weights": Spec("none", "least", (NONE,), small=True, speculate=True, weights=True),
+    "streamed": Spec("none", "least", (CKPT,), small=True, stream=True),
+    INSIDE: Spec("some", "least", (NONE,), small=True),
 }
 
 
@@ -222,23 +215,23 @@ WAYS = {
     [
         pytest.param(name, case, id=f"{name}-{case}")
         # A way meets either type, with clipping and without, and every other way meets the same cases.
-        for index, (name, way) in enumerate(WAYS.items())
+        for index, name in enumerate(WAYS)
         for case in (*CASES[index % 2 :: 2], OVERFLOWS[index % 2])
         # Updates inside backward are refused where norm or verdict are to be known before.
-        if not (way.inside and (case.max_norm is not None or case.dtype is torch.float16))
+        if not (name == INSIDE and (case.max_norm is not None or case.dtype is torch.float16))
     ],
 )
 def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = WAYS[name]
+    spec, inside = WAYS[name], name == INSIDE
     # As if the host had begun speculative updates in time, and were late with all others.
     monkeypatch.setattr(Window, "is_closed", lambda _: False)
     monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
     options: dict[str, Any] = {"accumulation": case.backwards}
-    if way.inside:
+    if inside:
         options["step_during_backward"] = True
     model = make()
     wrapped, optimizer = wrap_under(
-        way.spec,
+        spec,
         model,
         adamw(model),
         residual.batches(1)[0],
@@ -247,11 +240,11 @@ def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.Monk
         tight=True,
         **options,
     )
-    check(wrapped, optimizer, case, no_sync=way.inside)
+    check(wrapped, optimizer, case, no_sync=inside)
     plan, report = optimizer.plan, optimizer.report()
     assert plan.accumulation == case.backwards
-    assert (plan.n_device_sum > 0) == way.spec.sums
+    assert (plan.n_device_sum > 0) == spec.sums
     assert report.host_bytes <= plan.host_bytes
     assert report.device_bytes <= plan.device_bytes
-    if way.spec.speculate and case.max_norm is None:
+    if spec.speculate and case.max_norm is None:
         assert report.speculative_updates > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,15 +18,16 @@ from tests.engine.harness import (
     NONE,
     Batch,
     Loop,
+    Run,
     Spec,
     Trainer,
     adamw,
     assert_same,
+    check_equal_to_plain,
     default_loss,
     states,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 
 
 @pytest.fixture
@@ -47,23 +48,12 @@ def always_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STEPS = 6
-Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
-def trained(
-    run: Run, device: torch.device, spec: Spec, *, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1
-) -> tuple[ProTrainOptimizer, int]:
-    """What ``run`` trained, whose bits are those of the plain loop; and the number of chunks in host memory."""
-    data = residual.batches(STEPS)
-    model, again = residual.make(), residual.make()
-    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype)
-    options: dict[str, Any] = {"dtype": dtype, "accumulation": accumulation}
-    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, **options)
-    torch.manual_seed(1)
-    expected = run(plain, trainer, data)
-    torch.manual_seed(1)
-    assert run(wrapped, optimizer, data) == expected
-    assert_same(states(wrapped, optimizer), states(plain, trainer))
+def trained(run: Run, device: torch.device, spec: Spec, **options: Any) -> tuple[ProTrainOptimizer, int]:
+    """What ``run`` trained to the plain loop's bits, and the number of chunks in host memory."""
+    options = {"dtype": torch.bfloat16, "device": device, **options}
+    (optimizer,) = check_equal_to_plain(residual.make, residual.batches(STEPS), run=run, specs=[spec], **options)
     plan = optimizer.plan
     assert plan.n_speculate == plan.n_chunks - plan.n_persist > 0
     n_whole = plan.n_speculate - plan.n_weight_only
@@ -78,10 +68,6 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
     return report.speculative_updates, report.redone_updates
 
 
-def clipping(max_norm: float | None, **options: Any) -> Run:
-    return lambda model, optimizer, data: Loop(max_norm=max_norm, **options).run(model, optimizer, data)
-
-
 @pytest.mark.parametrize(
     ("spec", "dtype", "max_norm"),
     [
@@ -94,20 +80,20 @@ def clipping(max_norm: float | None, **options: Any) -> Run:
 def test_all_are_committed_when_nothing_is_clipped(
     spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
 ) -> None:
-    optimizer, n_chunks = trained(clipping(max_norm), device, spec, dtype=dtype)
+    optimizer, n_chunks = trained(Loop(max_norm=max_norm).run, device, spec, dtype=dtype)
     assert counts(optimizer) == (STEPS * n_chunks, 0)
 
 
 @pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)
 def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
-    optimizer, n_chunks = trained(clipping(1e-3), device, spec)
+    optimizer, n_chunks = trained(Loop(max_norm=1e-3).run, device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
 
 
 def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:
     norms: list[float] = []
 
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
+    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> list[float]:
         norms.clear()
         for index, batch in enumerate(data):
             default_loss(model, batch).backward()
@@ -123,10 +109,10 @@ def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: tor
 
 def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.device) -> None:
     for no_sync in (False, True):
-        run = clipping(1e6, accumulate=2, no_sync=no_sync)
+        run = Loop(max_norm=1e6, accumulate=2, no_sync=no_sync).run
         optimizer, n_chunks = trained(run, device, spec, accumulation=2)
         assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
-    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, spec, accumulation=3)
+    optimizer, n_chunks = trained(Loop(max_norm=1e6, accumulate=2).run, device, spec, accumulation=3)
     assert counts(optimizer) == (0, 0), "a step of fewer backwards than planned has none"
 
 
@@ -134,7 +120,7 @@ def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.devi
 def test_hyperparameters_changed_after_backward(
     spec: Spec, device: torch.device, changes: int, speculative_steps: int
 ) -> None:
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
         for index, batch in enumerate(data):
             default_loss(model, batch).backward()
             for group in optimizer.param_groups if index < changes else []:
@@ -153,8 +139,7 @@ def test_a_step_redoes_a_speculative_update_that_failed(
     data = residual.batches(3)
     results = []
     for fails in (False, True):
-        model = residual.make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+        wrapped, optimizer = residual.wrapped(spec, device=device, dtype=torch.bfloat16)
         for index, batch in enumerate(data):
             with monkeypatch.context() as patch:
                 if fails and index == 0:
@@ -190,7 +175,7 @@ def test_states_that_could_not_follow_their_weight_are_missed_for_good(
 
 
 def test_hyperparameters_that_are_invalid_during_backward_alone(spec: Spec, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
         group = optimizer.param_groups[0]
         for batch in data:
             right, group["lr"] = group["lr"], -1.0

@@ -131,7 +131,7 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 def take_turns(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., int | None]) -> None:
-    """Let the host begin an update when the device's thread has chosen one, or chooses none any more in this step.
+    """Let the host begin an update when the device's thread has chosen one, or waits for the host, or is done.
 
     Otherwise the host may be done with all of them before the other thread looks.
     """
@@ -144,8 +144,9 @@ def take_turns(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., int | None
             turn.notify_all()
 
     def choosing(*args: Any) -> int | None:
-        change(has_chosen=True, is_over=False)
-        return choose(*args)
+        index = choose(*args)
+        change(has_chosen=True, is_over=index is None)  # it may wait for an update later than the one that is next
+        return index
 
     def queueing(*args: Any) -> None:
         change(has_chosen=False, is_over=False)

@@ -23,7 +23,7 @@ KILLS = (
     (signal.SIGKILL, [0, 1]),
     (signal.SIGTERM, [1]),
 )
-WITHIN_S = 10.0  # in which a rank ends by itself when another one was killed
+LIMIT_S = 240.0  # which only a rank that does not end by itself reaches
 STEPS_S = 0.3  # about as long as the steps between two checkpoints take
 
 
@@ -31,7 +31,7 @@ def end_of(folder: Path, printed: Path) -> dict[str, Tensor]:
     """The weights at the end of the training in ``folder``, which goes on."""
     printed.mkdir()
     with Group(2, train_on, str(folder), folder=printed) as group:
-        for ending in group.endings([0, 1], timeout_s=60).values():
+        for ending in group.endings([0, 1], timeout_s=LIMIT_S).values():
             assert ending.status == 0, ending.text
     weights: dict[str, Tensor] = torch.load(folder / FINAL)
     return weights
@@ -58,6 +58,6 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
                 group.send(victim, number)
             others = [rank for rank in (0, 1) if number != signal.SIGKILL or rank not in victims]
             expected = 1 if number == signal.SIGKILL else 128 + number
-            for ending in group.endings(others, timeout_s=WITHIN_S).values():
+            for ending in group.endings(others, timeout_s=LIMIT_S).values():
                 assert ending.status == expected, f"kill {kill} with seed {SEED}: {ending.text}"
     assert_same_weights(end_of(run, tmp_path / "printed again"), whole)

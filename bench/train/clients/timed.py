@@ -15,11 +15,11 @@ from bench.train.clients.loops import LOOPS
 from bench.train.clients.run import Run
 from bench.train.clients.trainers import TRAINERS
 from bench.train.models import build_model
+from bench.train.options import device_name
 from bench.train.peaks import finish, peaks
 from bench.train.results import Outcome
 from bench.train.task import Job, Task
 from bench.train.trainers import count
-from protrain.cli.summary import device_name
 from protrain.distributed.joining import local_rank
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
