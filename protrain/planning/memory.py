@@ -194,16 +194,15 @@ class MemoryModel:
 
     def host_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
         """The parts of the host memory, by name."""
-        n_persist, element_bytes = counts.n_persist, self.profile.element_bytes
+        n_persist, n_weight_only = counts.n_persist, counts.n_weight_only
         swapped_bytes = self.activations(modes).swapped_bytes
         sizes = zip(modes, self._swapped_bytes, strict=True)
         offloaded = sum(input_bytes for mode, (_, input_bytes) in sizes if mode is BlockMode.CKPT_SWAP)
         attention = "" if all(block.recomputes_attention for block in self.profile.blocks) else ", and attention"
         away_bytes = self._state_bytes[-1] - self._state_bytes[n_persist]
-        trained_bytes = (self._trained[-1] - self._trained[n_persist]) * element_bytes
+        trained_bytes = (self._trained[-1] - self._trained[n_persist]) * self.profile.element_bytes
         optimizer_bytes = self._copy_bytes[-1] - self._copy_bytes[n_persist] - trained_bytes
-        copied_weights_bytes = self.copy_bytes(n_persist, counts.n_weight_only, counts.n_weight_only)
-        copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only) - copied_weights_bytes
+        whole_copies_bytes = self.copy_bytes(n_persist + n_weight_only, counts.n_speculate - n_weight_only)
         n_regions = self.n_host_regions(n_persist, swapped_bytes)
         parts = {
             "weights": away_bytes - optimizer_bytes,
@@ -215,8 +214,8 @@ class MemoryModel:
         optional = {
             "sums of gradients": self.host_sum_bytes(n_persist, counts.n_device_sum),
             f"offloaded inputs of recomputed blocks{attention}": offloaded,
-            "second weights for speculative updates": copied_weights_bytes,
-            "second copies for speculative updates": copies_bytes,
+            "second weights for speculative updates": self.copy_bytes(n_persist, n_weight_only, n_weight_only),
+            "second copies for speculative updates": whole_copies_bytes,
         }
         parts |= {name: size for name, size in optional.items() if size}
         return {**parts, "other": self.partial_bytes + _HOST_SMALL_BYTES}

@@ -26,12 +26,11 @@ was issued, which ends with the gradient that needs the region, and is idle afte
 not depend on how long anything takes. The host makes awaited updates before all others.
 
 [Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
-update. The chunk's optimizer states are updated later ("deferred"), when the host has finished every update that the
-next forward waits for, in the order of gradients. They must be updated before the chunk's next gradient arrives: the
-engine issues nothing until then, as in [Note: waiting for regions]. The last speculative chunk in execution order has
-the first gradient, so that gradient waits for all deferred updates. Deferred updates therefore never delay the next
-speculative updates, whose gradients arrive later still. A speculative update that does not begin before backward ends
-is made as one whole update, and none of it is deferred.
+update. The chunk's other states are updated later ("deferred"), when the host has finished every update that the next
+forward waits for. They must be updated before the chunk's next gradient arrives: the engine issues nothing until then,
+as in [Note: waiting for regions]. So the host makes deferred updates in the order in which gradients arrive, and all of
+them before the next speculative updates. A speculative update that does not begin before backward ends is made as one
+whole update, and none of it is deferred.
 
 [Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
 transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
@@ -230,7 +229,7 @@ class Run:
         first_whole = self._counts.n_persist + self._counts.n_weight_only
         # The updates inside backward that begin before it is over, in the order in which gradients arrive.
         self._in_time: list[tuple[int, float]] = []
-        self._put_off: list[tuple[int, float]] = []  # deferred updates: see [Note: weight-only updates]
+        self._put_off: dict[int, float] = {}  # deferred updates: see [Note: weight-only updates]
         for chunk, whole_ms in reversed(updates):
             if chunk < first or steps.in_backward:
                 ms = whole_ms if chunk >= first_whole else whole_ms * steps.weight_share
@@ -240,7 +239,7 @@ class Run:
                 free = start + ms
                 self._in_time.append((chunk, ms))
                 if chunk < first_whole:
-                    self._put_off.append((chunk, whole_ms))
+                    self._put_off[chunk] = whole_ms
         in_time = dict(self._in_time)
         after = [(chunk, ms) for chunk, ms in updates if chunk not in in_time]
         sharing = steps.sharing(self._counts.n_persist)
@@ -252,9 +251,8 @@ class Run:
         """Make all updates that no gradient waited for."""
         over, updated = self._last[GPU], self._updated  # backward is over, and the norm is known
         # Updates inside backward take effect when the norm is known and none of them runs any more.
-        put_off = dict(self._put_off)
         for chunk, ms in self._in_time:
-            kind = "speculative weight" if chunk in put_off else "speculative update"
+            kind = "speculative weight" if chunk in self._put_off else "speculative update"
             self._do(HOST, ms, (self._offloaded[chunk],), kind, chunk)
         settled = self._do(HOST, 0.0, (over,), "wait", "")
         for chunk, _ in (*self._in_time, *self._awaited.values()):
@@ -262,7 +260,7 @@ class Run:
         for lane, updates in ((HOST, self._after), (STREAM, self._streamed)):
             for chunk, ms in updates:
                 updated[chunk] = self._do(lane, ms, (over, self._offloaded[chunk]), "update", chunk)
-        for chunk, ms in self._put_off:
+        for chunk, ms in self._put_off.items():
             self._deferred[chunk] = self._do(HOST, ms, (), "deferred update", chunk)
         for chunk, ms in self._by_gpu:
             updated[chunk] = self._do(GPU, ms, (), "update", chunk)
