@@ -58,11 +58,12 @@ class LateWorker(HostWorker):
         return _LateJob(work, self)
 
     @override
-    def queue(self, job: Job) -> None:
+    def queue(self, job: Job) -> Job:
         self._jobs.append(job)
         if self.schedule == "early":
             self._run_while(lambda: bool(self._jobs))
         self.come_in()
+        return job
 
     def run_until(self, job: Job) -> None:
         """Do everything up to ``job``."""
