@@ -175,10 +175,18 @@ def test_backward_alone_may_be_called_on_another_stream(inside: bool) -> None:
 
 
 def test_a_loss_of_float16_that_is_not_scaled_is_refused_and_leaves_nothing() -> None:
-    with unharmed(OFFLOADED, dtype=torch.float16) as (model, optimizer):
-        with pytest.raises(MisuseError, match="float16 needs a scaled loss"):
-            default_loss(model, batches()[1]).backward()
-        optimizer.zero_grad()
+    results = []
+    for refused in (False, True):
+        model, optimizer = wrapped(OFFLOADED, dtype=torch.float16)
+        torch.manual_seed(1)
+        loss = default_loss(model, batches()[1])
+        if refused:
+            with pytest.raises(MisuseError, match="float16 needs a scaled loss"):
+                loss.backward(retain_graph=True)
+        optimizer.backward(loss)
+        optimizer.step()
+        results.append(states(model, optimizer))
+    assert_same(results[1], results[0])
 
 
 # -- memory while running ----------------------------------------------------------------------------------------------
