@@ -32,13 +32,14 @@ from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpoi
 
 def install(engine: Engine) -> None:
     """Hook the engine into its model."""
+    # Graphs that have saved a parameter then fail in their backward. Views of one memory share a version, so all rise first.
+    torch.autograd.graph.increment_version([member.parameter for member in engine.members])
     for member in engine.members:
         handle = Handle(member.name, member.index, engine)
         if member.parameter.requires_grad:
             member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
         member.parameter.__class__ = PresentParameter
         vars(member.parameter)["protrain_handle"] = handle
-        torch.autograd.graph.increment_version(member.parameter)  # a graph that has saved it fails in its backward
         member.edits = member.parameter._version
         engine.bindings.release(member)
     for unit in engine.units:
