@@ -44,7 +44,7 @@ def test_the_losses_are_the_plain_ones(client: str, tmp_path: Path) -> None:
     if client != "SFT" and is_before("trl", "1.14"):
         pytest.skip("this TRL computes the loss outside of the model, which is refused: see the next test")
     prepare(client, tmp_path)
-    arguments: dict[str, Any] = {"use_liger_kernel": True, "save_strategy": "no", "eval_strategy": "no"}
+    arguments: dict[str, Any] = {"use_liger_kernel": True, "save_strategy": "no", "eval_strategy": "no", "max_steps": 2}
     plain = train(client, tmp_path / "plain", on_protrain=False, **arguments)
     ours = train(client, tmp_path / "ours", on_protrain=True, **arguments)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5, abs=1e-7)
