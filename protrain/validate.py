@@ -134,7 +134,7 @@ def _check_supported(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
             "ProTrain carries out the update itself and supports these two. Wrap first, and give what protrain.wrap "
-            "returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
+            "returns to whatever prepares model and optimizer (accelerator.prepare)"
         )
     check_options(optimizer.param_groups)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def run_all(rank: int, size: int, folder: Path) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     for number, (name, order) in enumerate(ORDERS.items()):
-        error = error_of(lambda: run(order, rank, folder / f"store {number}"))  # noqa: B023  # it is called at once
+        error = error_of(partial(run, order, rank, folder / f"store {number}"))
         if dist.is_initialized():
             dist.barrier()  # neither leaves while the other one connects
             dist.destroy_process_group()

@@ -92,9 +92,13 @@ def test_hooks_on_the_state_see_it_and_may_change_it() -> None:
 def test_a_scaler_is_told_what_to_do(dtype: torch.dtype) -> None:
     with unharmed(SPEC, dtype=dtype) as (model, optimizer):
         scaler = torch.amp.GradScaler("cpu")
-        with pytest.raises(MisuseError, match=r"optimizer\.backward\(loss\).*torch\.amp\.GradScaler"):  # noqa: PT012
+
+        def step() -> None:
             scaler.scale(default_loss(model, batches(1)[0])).backward()
             scaler.step(optimizer)
+
+        with pytest.raises(MisuseError, match=r"optimizer\.backward\(loss\).*torch\.amp\.GradScaler"):
+            step()
         optimizer.zero_grad()
 
 
