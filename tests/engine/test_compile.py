@@ -13,16 +13,7 @@ from torch._dynamo.utils import counters
 import protrain
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler.blocks import find_blocks
-from tests.engine.harness import (
-    FEW_PLANS,
-    Loop,
-    adamw,
-    assert_same,
-    generate_no_code,
-    plain_run,
-    states,
-    wrap_under,
-)
+from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, generate_no_code, plain_run, states, wrap_under
 
 Build = Callable[[str], nn.Module]
 Batch = dict[str, Tensor]

@@ -155,7 +155,7 @@ class Shared(nn.Module):
 def test_sums_inside_one_backward_are_refused_where_the_hook_wants_them(spec: Spec, writes: bool) -> None:
     """A reentrant checkpoint is a backward inside the backward: torch calls the hook after each."""
     model = Shared()
-    trained, _ = wrap_under(spec, model, adamw(model), batches()[0], device=torch.device("cpu"))
+    trained, _ = wrap_under(spec, model, adamw(model), batches()[0])
     model.reentrant, name, calls = True, "blocks.0.0.weight", []
 
     def hook(parameter: Tensor) -> None:

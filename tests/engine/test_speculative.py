@@ -70,11 +70,7 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("spec", "dtype", "max_norm"),
-    [
-        ("states", torch.bfloat16, None),
-        ("weights", torch.float32, None),
-        ("both", torch.float16, 1e6),
-    ],
+    [("states", torch.bfloat16, None), ("weights", torch.float32, None), ("both", torch.float16, 1e6)],
     indirect=["spec"],
 )
 def test_all_are_committed_when_nothing_is_clipped(
@@ -172,17 +168,3 @@ def test_states_that_could_not_follow_their_weight_are_missed_for_good(
         for use in (optimizer.state_dict, lambda: default_loss(wrapped, data[0]).backward()):
             with pytest.raises(ArithmeticError, match="the update failed"):
                 use()
-
-
-def test_hyperparameters_that_are_invalid_during_backward_alone(spec: Spec, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
-        group = optimizer.param_groups[0]
-        for batch in data:
-            right, group["lr"] = group["lr"], -1.0
-            default_loss(model, batch).backward()
-            group["lr"] = right
-            optimizer.step()
-            optimizer.zero_grad()
-
-    optimizer, _ = trained(run, device, spec)
-    assert counts(optimizer) == (0, 0)
