@@ -41,18 +41,14 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "product": lambda p: p * 2,
     "norm": lambda p: p.norm(),
     "data": lambda p: p.data,
-    "row": lambda p: p[1],
     "transposed": lambda p: p.t().contiguous(),
     "list": lambda p: p.tolist(),
-    "largest of each row": lambda p: p.max(dim=1).values,
     "among others": lambda p: torch.stack([torch.zeros_like(p), p]),
     "linear": lambda p: F.linear(torch.ones(2, p.shape[1], dtype=p.dtype, device=p.device), p),
     "numpy": lambda p: p.detach().cpu().numpy().copy(),
     "average": lambda p: torch.zeros_like(p).lerp_(p.detach(), 0.25),
     "strides": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset() >= 0),
     "inference": lambda p: torch.inference_mode()(lambda: p.sum().item())(),
-    "zeros": lambda p: p.new_zeros(3),
-    "ones like it": lambda p: torch.ones_like(p),
     "as large": lambda p: torch.ones(1, device=p.device).expand_as(p).sum(),
 }
 
