@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
-from tests.regressions.plain import WIDTH, Blocks, both_plans, check, rows, train, wrapped
+from tests.regressions.plain import WIDTH, Blocks, both_plans, check, rows, same_bits, train, wrapped
 
 FIRST = "blocks.0.0.weight"
 
@@ -72,41 +72,33 @@ def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(plan: str, spe
     check(script, plan, plans={"n_speculate": 4 if speculates else 0})
 
 
-@both_plans
-def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str) -> None:
+@same_bits()
+def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        for seed in range(2):
-            model(rows(seed)).square().mean().backward()
-            x = rows(seed + 7).requires_grad_()
-            found += torch.autograd.grad(model(x).sum(), [x])
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    check(script, plan)
+    found: list[Tensor] = []
+    for seed in range(2):
+        model(rows(seed)).square().mean().backward()
+        x = rows(seed + 7).requires_grad_()
+        found += torch.autograd.grad(model(x).sum(), [x])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
-@both_plans
-def test_a_gradient_penalty_trains(plan: str) -> None:
+@same_bits()
+def test_a_gradient_penalty_trains(model: nn.Module, optimizer: Any) -> list[float]:
     """A loss that holds a gradient: its second derivatives are those of the plain loop."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        values = []
-        for seed in range(2):
-            x = rows(seed).requires_grad_()
-            loss = model(x).square().mean()
-            (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
-            total = loss + gradient.square().sum()
-            total.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(total.item())
-        return values
-
-    check(script, plan)
+    values = []
+    for seed in range(2):
+        x = rows(seed).requires_grad_()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+        total = loss + gradient.square().sum()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(total.item())
+    return values
 
 
 @both_plans
@@ -130,37 +122,29 @@ def test_a_batch_of_gradients_is_taken_through_dropout(plan: str) -> None:
     check(script, plan, lambda: Blocks(block))
 
 
-@both_plans
-def test_a_hook_on_several_gradients_is_called_with_all_of_them(plan: str) -> None:
+@same_bits()
+def test_a_hook_on_several_gradients_is_called_with_all_of_them(model: nn.Module, optimizer: Any) -> list[Any]:
     """register_multi_grad_hook and get_gradient_edge failed for a parameter of a wrapped model."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Any] = []
-        parameters = [model.get_parameter(FIRST), model.get_parameter("blocks.3.2.bias")]
-        handle = register_multi_grad_hook(parameters, lambda gradients: seen.extend(g.clone() for g in gradients))
-        losses = train(model, optimizer)
-        handle.remove()
-        edge = get_gradient_edge(parameters[0])
-        seen += torch.autograd.grad(model(rows()).square().mean(), [edge])
-        assert len(seen) == 5
-        return [*losses, *seen]
-
-    check(script, plan)
+    seen: list[Any] = []
+    parameters = [model.get_parameter(FIRST), model.get_parameter("blocks.3.2.bias")]
+    handle = register_multi_grad_hook(parameters, lambda gradients: seen.extend(g.clone() for g in gradients))
+    losses = train(model, optimizer)
+    handle.remove()
+    edge = get_gradient_edge(parameters[0])
+    seen += torch.autograd.grad(model(rows()).square().mean(), [edge])
+    assert len(seen) == 5
+    return [*losses, *seen]
 
 
-@both_plans
-def test_a_hook_behind_the_gradient_changes_what_the_step_uses(plan: str) -> None:
+@same_bits()
+def test_a_hook_behind_the_gradient_changes_what_the_step_uses(model: nn.Module, optimizer: Any) -> list[Any]:
     """A hook of register_post_accumulate_grad_hook clamps the gradient, and reads all of it."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Tensor] = []
-        for name in (FIRST, "blocks.2.2.bias"):
-            parameter = model.get_parameter(name)
-            parameter.register_post_accumulate_grad_hook(clamp)
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        return [*train(model, optimizer), *seen]
-
-    check(script, plan)
+    seen: list[Tensor] = []
+    for name in (FIRST, "blocks.2.2.bias"):
+        parameter = model.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(clamp)
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    return [*train(model, optimizer), *seen]
 
 
 @both_plans
@@ -176,20 +160,16 @@ def test_a_hook_behind_the_gradient_meets_no_second_backward_of_a_step(plan: str
     assert optimizer.clip_grad_norm_(1.0) == expected[1].clip_grad_norm_(1.0)
 
 
-@both_plans
-def test_a_loss_of_weights_alone_calls_hooks(plan: str) -> None:
+@same_bits()
+def test_a_loss_of_weights_alone_calls_hooks(model: nn.Module, optimizer: Any) -> list[float]:
     """Where the loss is made of weights alone, hooks behind the gradient failed."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        seen: list[float] = []
-        weight = model.get_parameter(FIRST)
-        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
-        weight.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [*seen, *train(model, optimizer)]
-
-    check(script, plan)
+    seen: list[float] = []
+    weight = model.get_parameter(FIRST)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    weight.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*seen, *train(model, optimizer)]
 
 
 @both_plans
@@ -218,34 +198,28 @@ def test_zeros_in_place_of_a_gradient_do_not_move_a_weight_without_a_word(plan: 
     assert train(model, optimizer) == train(*wrapped(plan))
 
 
-@both_plans
-def test_clipping_in_inference_mode_is_clipping(plan: str) -> None:
+@same_bits(accumulation=2)
+def test_clipping_in_inference_mode_is_clipping(model: nn.Module, optimizer: Any) -> list[float]:
     """Clipping in torch.inference_mode() once made later steps outside of it fail."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        norms = []
-        for inference in (True, False, True):
-            for seed in range(2):
-                model(rows(seed)).square().mean().backward()
-            with torch.inference_mode(inference):
-                norms.append(optimizer.clip_grad_norm_(0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return norms
-
-    check(script, plan, accumulation=2)
-
-
-@both_plans
-def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(plan: str) -> None:
-    """Without an example batch, zero_grad() left gradients that a call of a part of the model had brought."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        model.get_submodule("blocks.1")(rows()).sum().backward()
+    norms = []
+    for inference in (True, False, True):
+        for seed in range(2):
+            model(rows(seed)).square().mean().backward()
+        with torch.inference_mode(inference):
+            norms.append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
         optimizer.zero_grad()
-        return train(model, optimizer)
+    return norms
 
-    check(script, plan, late=True)
+
+@same_bits(late=True)
+def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(
+    model: nn.Module, optimizer: Any
+) -> list[float]:
+    """Without an example batch, zero_grad() left gradients that a call of a part of the model had brought."""
+    model.get_submodule("blocks.1")(rows()).sum().backward()
+    optimizer.zero_grad()
+    return train(model, optimizer)
 
 
 @both_plans

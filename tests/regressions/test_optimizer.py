@@ -22,6 +22,7 @@ from tests.regressions.plain import (
     check,
     left,
     rows,
+    same_bits,
     train,
     wrapped,
 )
@@ -32,35 +33,27 @@ def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
     return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
 
-@both_plans
-def test_what_is_frozen_in_the_first_call_is_trained_later(plan: str) -> None:
+@same_bits(late=True)
+def test_what_is_frozen_in_the_first_call_is_trained_later(model: nn.Module, optimizer: Any) -> list[float]:
     """Without an example batch, parameters that were frozen in the first call could never be trained."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        part = model.get_submodule("blocks.1").requires_grad_(False)
-        values = train(model, optimizer)
-        part.requires_grad_(True)
-        values += train(model, optimizer)
-        assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
-        return values
-
-    check(script, plan, late=True)
+    part = model.get_submodule("blocks.1").requires_grad_(False)
+    values = train(model, optimizer)
+    part.requires_grad_(True)
+    values += train(model, optimizer)
+    assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
+    return values
 
 
-@both_plans
-def test_a_schedule_counts_in_the_step_that_follows(plan: str) -> None:
+@same_bits()
+def test_a_schedule_counts_in_the_step_that_follows(model: nn.Module, optimizer: Any) -> list[float]:
     """param_groups are live: a scheduler, and a value that a script sets in one group."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
-        values = []
-        for seed in range(4):
-            values += train(model, optimizer, 1, seed=seed)
-            scheduler.step()
-            optimizer.param_groups[0]["weight_decay"] += 0.1
-        return values
-
-    check(script, plan)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
+    values = []
+    for seed in range(4):
+        values += train(model, optimizer, 1, seed=seed)
+        scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] += 0.1
+    return values
 
 
 @both_plans
@@ -98,19 +91,15 @@ def test_a_second_optimizer_is_refused(plan: str) -> None:
     assert train(model, optimizer, seed=1) == train(*wrapped(plan), 3)[2:]
 
 
-@both_plans
-def test_a_weight_is_clamped_after_every_step(plan: str) -> None:
+@same_bits()
+def test_a_weight_is_clamped_after_every_step(model: nn.Module, optimizer: Any) -> list[float]:
     """A script that clamps one weight after every step had to make the whole model whole for it."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        weight, values = model.get_parameter("blocks.1.2.weight"), []
-        for seed in range(3):
-            values += train(model, optimizer, 1, seed=seed)
-            with whole(weight, optimizer), torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
-        return values
-
-    check(script, plan)
+    weight, values = model.get_parameter("blocks.1.2.weight"), []
+    for seed in range(3):
+        values += train(model, optimizer, 1, seed=seed)
+        with whole(weight, optimizer), torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+    return values
 
 
 def load(model: nn.Module, optimizer: Any) -> None:

@@ -22,6 +22,7 @@ from tests.regressions.plain import (
     check,
     left,
     rows,
+    same_bits,
     train,
     wrapped,
 )
@@ -86,22 +87,18 @@ def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: Calla
     check(script, plan, lambda: Blocks(Adapted))
 
 
-@both_plans
-def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(plan: str) -> None:
+@same_bits()
+def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(model: nn.Module, optimizer: Any) -> list[float]:
     """Where a script removed hooks after a forward, gradients were wrong without an error."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        layers = [block[0] for block in model.get_submodule("blocks").children()]  # type: ignore[index]
-        handles = [layer.register_forward_hook(lambda module, args, output: output * 3) for layer in layers]
-        loss = model(rows()).square().mean()
-        for handle in handles:
-            handle.remove()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item(), *train(model, optimizer)]
-
-    check(script, plan)
+    layers = [block[0] for block in model.get_submodule("blocks").children()]  # type: ignore[index]
+    handles = [layer.register_forward_hook(lambda module, args, output: output * 3) for layer in layers]
+    loss = model(rows()).square().mean()
+    for handle in handles:
+        handle.remove()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item(), *train(model, optimizer)]
 
 
 class Averaging(nn.Module):
@@ -128,22 +125,18 @@ def test_a_buffer_that_forward_updates_is_updated_once(plan: str, block: Callabl
     check(lambda model, optimizer: train(model, optimizer, 3), plan, lambda: Blocks(block))
 
 
-@both_plans
-def test_a_buffer_may_change_between_forward_and_backward(plan: str) -> None:
+@same_bits(lambda: Blocks(Averaging))
+def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, optimizer: Any) -> list[float]:
     """A buffer that no forward updates may be changed by the script, late in training."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        model.eval()
-        values = train(model, optimizer)
-        loss = model(rows()).square().mean()
-        for name, buffer in model.named_buffers():
-            buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [*values, loss.item(), *train(model, optimizer)]
-
-    check(script, plan, lambda: Blocks(Averaging))
+    model.eval()
+    values = train(model, optimizer)
+    loss = model(rows()).square().mean()
+    for name, buffer in model.named_buffers():
+        buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*values, loss.item(), *train(model, optimizer)]
 
 
 @both_plans
