@@ -15,13 +15,13 @@ from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import complete_folder
-from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
+from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, train, wrapped
 
 
 def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
     for _ in range(4):
-        train(model, optimizer, scheduler, 1)
+        train(model, optimizer, scheduler)
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, keep=2)
     assert [save.name for save in list_saves(tmp_path)] == ["00003-step-3", "00004-step-4"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
@@ -114,7 +114,7 @@ def test_a_save_that_fails_leaves_nothing(
 def test_model_and_optimizer_belong_together(tmp_path: Path) -> None:
     one, other = make_model(0), make_model(1)
     with pytest.raises(ValueError, match=r"the two that protrain\.wrap returned"):
-        save_checkpoint(tmp_path, one, plain_optimizer(other))
+        save_checkpoint(tmp_path, one, wrapped(other)[1])
     assert not list(tmp_path.iterdir())
 
 
