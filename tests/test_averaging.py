@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,47 +91,6 @@ def test_misuse() -> None:
         pass
     with pytest.raises(ValueError, match="averages are of another model"):
         averaged.load_state_dict({"enter.weight": torch.zeros(1)})
-    averaged.update()
-    for other in (averaged, protrain.AveragedWeights(model)):  # which would average averages
-        with pytest.raises(MisuseError, match=r"AveragedWeights inside `with .*: leave it first"), averaged.applied():
-            other.update()
-
-
-def edit(model: nn.Module) -> None:
-    with protrain.full_parameters(model), torch.no_grad():
-        next(model.parameters()).zero_()
-
-
-INSIDE: dict[str, Callable[[nn.Module, Any], Any]] = {
-    "step": lambda model, optimizer: step(model, optimizer, batches()[0]),
-    "load weights": lambda model, optimizer: model.load_state_dict(model.state_dict()),
-    "load states": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-    "edit": lambda model, optimizer: edit(model),
-}
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("what", INSIDE)
-def test_nothing_is_written_that_leaving_the_averages_would_take_back(what: str, inside: bool) -> None:
-    model, data = make(), batches()
-    spec = RESIDENT if inside else OFFLOADED
-    model, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, step_during_backward=inside)
-    averaged = protrain.AveragedWeights(model, DECAY)
-    for batch in data[:2]:
-        step(model, optimizer, batch)
-        averaged.update()
-    before, average = states(model, optimizer), averaged.state_dict()
-    with (
-        pytest.raises(
-            MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`, which has given the model other"
-        ),
-        averaged.applied(),
-    ):
-        INSIDE[what](model, optimizer)
-    optimizer.zero_grad()
-    assert_same(states(model, optimizer), before)
-    assert_same(averaged.state_dict(), average)
-    step(model, optimizer, data[2])
 
 
 def average_on_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:

@@ -248,7 +248,7 @@ def test_a_script_that_both_ranks_refuse(name: str) -> None:
 
 def pretrain(rank: int, folder: str) -> list[float]:
     script = runpy.run_path(str(ROOT / "examples/pretrain.py"))
-    options = ["--device", "cpu", "--steps", "3", "--micro-batches", "2", "--folder", folder]
+    options = ["--device", "cpu", "--steps", "2", "--micro-batches", "2", "--folder", folder]
     losses: list[float] = script["main"](options)
     return losses
 

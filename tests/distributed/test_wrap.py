@@ -18,17 +18,14 @@ from protrain import wrapping
 from protrain.common.tables import format_bytes
 from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
+from tests.distributed.training import set_dropout
 from tests.engine import residual
 from tests.engine.harness import adamw, assert_same, default_loss, seeded
 from tests.tiny_models import LLAMA
 
 
 def make(*, dropout: float = 0.0) -> nn.Module:
-    model = residual.make(width=256, depth=3)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-    return model
+    return set_dropout(residual.make(width=256, depth=3), dropout)
 
 
 def batch(seed: int) -> Any:
@@ -178,27 +175,6 @@ def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first() -
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
-
-
-def train_in_mesh(rank: int) -> tuple[list[float], list[float]]:
-    """Losses of training in the default group, and in the only dimension of a mesh."""
-    found = []
-    for group in (None, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()):
-        with seeded():
-            model, optimizer = wrap(make(), process_group=group)
-        losses = []
-        for step in range(3):
-            losses.append(default_loss(model, batch(2 * step + rank)))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([loss.item() for loss in losses])
-    return found[0], found[1]
-
-
-def test_the_group_of_a_mesh() -> None:
-    (mine, meshed), (others, _) = on_ranks(2, train_in_mesh)
-    assert mine == meshed != others
 
 
 def refused(rank: int, what: str) -> str:

@@ -110,6 +110,14 @@ def on_rank(rank: int, size: int, training: Training, specs: Sequence[Spec]) -> 
     return outcomes
 
 
+def set_dropout(model: nn.Module, share: float) -> nn.Module:
+    """``model``, all of whose dropout layers drop this share."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = share
+    return model
+
+
 def _end_step(training: Training, optimizer: Trainer | PlainOptimizer, norms: list[float]) -> None:
     if training.max_norm is not None:
         norms.append(float(optimizer.clip_grad_norm_(training.max_norm)))

@@ -102,27 +102,43 @@ def test_a_weight_is_clamped_after_every_step(model: nn.Module, optimizer: Any) 
     return values
 
 
-def load(model: nn.Module, optimizer: Any) -> None:
-    model.load_state_dict(model.state_dict())
-
-
 def edit(model: nn.Module, optimizer: Any) -> None:
     with protrain.full_parameters(model), torch.no_grad():
         next(model.parameters()).zero_()
 
 
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(rows()).square().mean().backward()
+    optimizer.step()
+
+
 @both_plans
-@pytest.mark.parametrize("write", [load, edit])
-def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[..., None]) -> None:
-    """Weights that were loaded or edited inside AveragedWeights.applied() were lost."""
-    model, optimizer = wrapped(plan)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model, optimizer: model.load_state_dict(model.state_dict()),
+        lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        edit,
+        step,
+    ],
+    ids=["load weights", "load states", "edit", "step"],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[..., None], inside: bool) -> None:
+    """Weights that were loaded, edited or updated inside AveragedWeights.applied() were lost."""
+    model, optimizer = wrapped(plan, step_during_backward=inside)
     averaged = protrain.AveragedWeights(model, decay=0.9)
-    train(model, optimizer)
-    averaged.update()
-    before = left(model, optimizer)
+    for seed in range(2):
+        model(rows(seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update()
+    before, average = left(model, optimizer), averaged.state_dict()
     with pytest.raises(protrain.MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`"), averaged.applied():
         write(model, optimizer)
+    optimizer.zero_grad()
     assert_same(left(model, optimizer), before)
+    assert_same(averaged.state_dict(), average)
 
 
 @both_plans
