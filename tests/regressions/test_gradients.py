@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
-from tests.regressions.plain import WIDTH, Blocks, both_plans, check, rows, same_bits, train, wrapped
+from tests.regressions.plain import WIDTH, Blocks, both_plans, rows, same_bits, train, wrapped
 
 FIRST = "blocks.0.0.weight"
 
@@ -34,11 +34,10 @@ def accumulated(model: nn.Module, optimizer: Any) -> list[float]:
     return values
 
 
-@both_plans
-@pytest.mark.parametrize("speculates", [False, True])
-def test_a_step_of_several_batches_adds_up_all_of_them(plan: str, speculates: bool) -> None:
+@same_bits(accumulation=3, plans={"n_speculate": 4})
+def test_a_step_of_several_batches_adds_up_all_of_them(model: nn.Module, optimizer: Any) -> list[float]:
     """A chunk with a speculative update could be updated by the sum of all batches but the last."""
-    check(accumulated, plan, accumulation=3, plans={"n_speculate": 4 if speculates else 0})
+    return accumulated(model, optimizer)
 
 
 @both_plans
@@ -53,23 +52,18 @@ def test_a_backward_more_than_was_planned_is_refused_and_the_step_goes_on(plan: 
     assert optimizer.clip_grad_norm_(0.1).item() == expected[3]
 
 
-@both_plans
-@pytest.mark.parametrize("speculates", [False, True])
-def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(plan: str, speculates: bool) -> None:
+@same_bits(plans={"n_speculate": 4})
+def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(model: nn.Module, optimizer: Any) -> list[float]:
     """``parameter.grad = None`` of some parameters was refused by step()."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        values = train(model, optimizer)
-        for seed in (2, 3):
-            model(rows(seed)).square().mean().backward()
-            model.get_parameter(FIRST).grad = None
-            assert model.get_parameter(FIRST).grad is None
-            values.append(optimizer.clip_grad_norm_(0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*values, *train(model, optimizer)]
-
-    check(script, plan, plans={"n_speculate": 4 if speculates else 0})
+    values = train(model, optimizer)
+    for seed in (2, 3):
+        model(rows(seed)).square().mean().backward()
+        model.get_parameter(FIRST).grad = None
+        assert model.get_parameter(FIRST).grad is None
+        values.append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*values, *train(model, optimizer)]
 
 
 @same_bits()
@@ -101,25 +95,18 @@ def test_a_gradient_penalty_trains(model: nn.Module, optimizer: Any) -> list[flo
     return values
 
 
-@both_plans
-def test_a_batch_of_gradients_is_taken_through_dropout(plan: str) -> None:
+@same_bits(lambda: Blocks(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())))
+def test_a_batch_of_gradients_is_taken_through_dropout(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """is_grads_batched=True and torch.func.vmap failed where a recomputed block draws random numbers."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())
-
-    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
-        x = rows().requires_grad_()
-        output = model(x)
-        each = torch.eye(WIDTH)[:3, None].expand(3, *output.shape)
-        found = list(torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True))
-        found += [torch.func.vmap(lambda e: torch.autograd.grad(output, x, e, retain_graph=True)[0])(each)]
-        output.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return found
-
-    check(script, plan, lambda: Blocks(block))
+    x = rows().requires_grad_()
+    output = model(x)
+    each = torch.eye(WIDTH)[:3, None].expand(3, *output.shape)
+    found = list(torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True))
+    found += [torch.func.vmap(lambda e: torch.autograd.grad(output, x, e, retain_graph=True)[0])(each)]
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
 
 
 @same_bits()
@@ -172,17 +159,13 @@ def test_a_loss_of_weights_alone_calls_hooks(model: nn.Module, optimizer: Any) -
     return [*seen, *train(model, optimizer)]
 
 
-@both_plans
-@pytest.mark.parametrize("how", ["to", "type_as", "view_as"])
-def test_a_parameter_of_the_same_type_and_shape_has_its_values(plan: str, how: str) -> None:
+@same_bits()
+def test_a_parameter_of_the_same_type_and_shape_has_its_values(model: nn.Module, optimizer: Any) -> list[Any]:
     """p.to(p), p.type_as(p) and p.view_as(p) outside forward returned memory that nothing had written."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        values = train(model, optimizer, 1)
-        weight = model.get_parameter(FIRST)
-        return [*values, getattr(weight, how)(weight).detach().clone(), *train(model, optimizer)]
-
-    check(script, plan)
+    values = train(model, optimizer, 1)
+    weight = model.get_parameter(FIRST)
+    found = [each.detach().clone() for each in (weight.to(weight), weight.type_as(weight), weight.view_as(weight))]
+    return [*values, *found, *train(model, optimizer)]
 
 
 @both_plans
