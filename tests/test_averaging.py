@@ -12,6 +12,7 @@ import protrain
 from protrain.common.errors import MisuseError
 from protrain_kernels import split
 from tests.distributed.pool import on_ranks
+from tests.distributed.training import step
 from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
@@ -20,13 +21,6 @@ pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of t
 RESIDENT = Spec("all", "least", (NONE,))
 OFFLOADED = Spec("none", "least", (CKPT, NONE), speculate=True)
 DECAY = 0.9
-CPU = torch.device("cpu")
-
-
-def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    default_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -49,7 +43,7 @@ def test_averages_are_those_of_whole_weights_and_leave_the_training_as_it_is(spe
     def train(averages: bool) -> dict[str, Tensor]:
         torch.manual_seed(1)  # of dropout
         model = make()
-        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, dtype=dtype)
+        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], dtype=dtype)
         averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
         for batch in batches(4):
             step(model, optimizer, batch)
@@ -85,7 +79,7 @@ def test_misuse() -> None:
         protrain.AveragedWeights(model, given)  # as other libraries' averages take it
     with pytest.raises(ValueError, match=r"AveragedWeights needs a model that protrain\.wrap returned"):
         protrain.AveragedWeights(model).update()
-    model, _ = wrap_under(RESIDENT, model, adamw(model), batches()[0], device=CPU)
+    model, _ = wrap_under(RESIDENT, model, adamw(model), batches()[0])
     averaged = protrain.AveragedWeights(model)
     with pytest.raises(MisuseError, match=r"no average yet: call update\(\)"), averaged.applied():
         pass
@@ -95,7 +89,7 @@ def test_misuse() -> None:
 
 def average_on_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     model = make()
-    model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], device=CPU, world_size=2)
+    model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], world_size=2)
     averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
     for batch in batches(6)[rank::2]:
         step(model, optimizer, batch)

@@ -154,7 +154,7 @@ def test_the_bits_of_the_plain_loop(name: str) -> None:
 def peak_on_rank(rank: int) -> tuple[int, int]:
     """The most device memory of steps of one of two ranks that update inside backward, and what was planned."""
     model, data = make_units(), batches_of_units(4)
-    how: dict[str, Any] = {"device": torch.device("cpu"), "tight": True, "world_size": 2, "step_during_backward": True}
+    how: dict[str, Any] = {"tight": True, "world_size": 2, "step_during_backward": True}
     wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], **how)
     for batch in data[rank::2]:
         default_loss(wrapped, batch).backward()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import protrain
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import batches, make
-from tests.engine.harness import NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.distributed.training import step
+from tests.engine.harness import NONE, Spec, adamw, assert_same, states, wrap_under
 
-CPU = torch.device("cpu")
 OFFLOADED = Spec("none", "all", (NONE,))
 
 
@@ -31,17 +30,8 @@ def train(rank: int, in_pairs: bool, of_pair: int) -> tuple[list[float], dict[st
     model, data = make("llama"), batches(8)[dist.get_rank(options.get("process_group")) :: 2]
     how: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "progress": False, **options}
     wrapped, trainer = protrain.wrap(model, adamw(model, 1e-3 * (1 + of_pair)), example_batch=data[0], **how)
-    losses = [_step(wrapped, trainer, batch) for batch in data]
+    losses = [step(wrapped, trainer, batch) for batch in data]
     return losses, states(wrapped, trainer)
-
-
-def _step(model: Any, optimizer: Any, batch: Any) -> float:
-    loss = default_loss(model, batch)
-    loss.backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 @pytest.mark.slow
@@ -73,12 +63,12 @@ def traffic(rank: int, size: int, spec: Spec) -> tuple[int, int, int, int, int]:
     """Bytes of two steps after the first: uploaded, received and sent; and elements of weights and of gradients."""
     model = make("llama")
     data = batches(3 * size)[rank::size]
-    wrapped, trainer = wrap_under(spec, model, adamw(model), data[0], device=CPU, world_size=size)
-    _step(wrapped, trainer, data[0])
+    wrapped, trainer = wrap_under(spec, model, adamw(model), data[0], world_size=size)
+    step(wrapped, trainer, data[0])
     trainer.state_dict()  # it waits for all updates, and so for the uploads that follow them
     before = trainer.report()
     for batch in data[1:]:
-        _step(wrapped, trainer, batch)
+        step(wrapped, trainer, batch)
     trainer.state_dict()
     after = trainer.report()
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -106,10 +96,10 @@ def traced(rank: int, folder: Path) -> int:
     """Two traced steps. Returns the number of chunks."""
     model = make("gpt2")
     data = batches(4)[rank::2]
-    wrapped, optimizer = wrap_under(OFFLOADED, model, adamw(model), data[0], device=CPU, world_size=2)
+    wrapped, optimizer = wrap_under(OFFLOADED, model, adamw(model), data[0], world_size=2)
     with protrain.trace(optimizer, folder / "trace.json", kernels=False):
         for batch in data:
-            _step(wrapped, optimizer, batch)
+            step(wrapped, optimizer, batch)
     return optimizer.plan.n_chunks
 
 

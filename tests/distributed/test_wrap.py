@@ -18,9 +18,9 @@ from protrain import wrapping
 from protrain.common.tables import format_bytes
 from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import set_dropout
+from tests.distributed.training import set_dropout, step
 from tests.engine import residual
-from tests.engine.harness import adamw, assert_same, default_loss, seeded
+from tests.engine.harness import adamw, assert_same, seeded
 from tests.tiny_models import LLAMA
 
 
@@ -50,9 +50,7 @@ def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example:
                 model(*batch(7))  # evaluation on the same batches is usual
             model.train()
         for _ in range(2):
-            default_loss(model, batch(data)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, batch(data))
     return [str(each.message) for each in caught]
 
 

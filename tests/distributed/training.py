@@ -110,6 +110,16 @@ def on_rank(rank: int, size: int, training: Training, specs: Sequence[Spec]) -> 
     return outcomes
 
 
+def step(model: nn.Module, optimizer: Any, batch: Any) -> float:
+    """One clipped step. Returns the loss."""
+    loss = default_loss(model, batch)
+    optimizer.backward(loss)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def set_dropout(model: nn.Module, share: float) -> nn.Module:
     """``model``, all of whose dropout layers drop this share."""
     for module in model.modules():
