@@ -53,14 +53,13 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> None:
     """Losses, norms and states on ``size`` ranks, under all ``specs``, are those of the plain loop."""
-    expected = plain(training, size)
-    assert len({loss for losses in expected.losses for loss in losses}) > 1, "the plain loop does not train"
+    expected, count = plain(training, size), size * training.accumulate
+    assert len({loss for step in expected.steps for loss in step[:count]}) > 1, "the plain loop does not train"
     by_rank: list[list[Outcome]] = on_ranks(size, on_rank, size, training, specs)
     for rank, outcomes in enumerate(by_rank):
         for spec, outcome in zip(specs, outcomes, strict=True):
             where = f"rank {rank} under {spec}"
-            assert outcome.losses == [losses[rank::size] for losses in expected.losses], where
-            assert outcome.norms == expected.norms, where
+            assert outcome.steps == [[*step[rank:count:size], *step[count:]] for step in expected.steps], where
             assert_same(outcome.states, expected.states, where=where)
 
 

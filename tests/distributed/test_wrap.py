@@ -39,8 +39,7 @@ def wrap(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
 
 def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example: bool) -> list[str]:
     """The warnings of wrap and two steps. Each rank has a seed for its batch, and one for dropout."""
-    with warnings.catch_warnings(record=True) as caught, seeded():
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught, seeded():
         data, choices = seeds[rank]
         model, optimizer = wrap(make(dropout=dropout), **({} if example else {"example_batch": None}))
         torch.manual_seed(choices)
@@ -79,8 +78,7 @@ def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
     """Wrap a model that each rank has built. Returns the warnings, and the error."""
     with protrain.empty_parameters() if empty else nullcontext():
         model = make()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             wrap(model, host_memory=host_memory)
         except ValueError as error:
@@ -106,8 +104,7 @@ def test_whole_models_in_every_process() -> None:
 
 def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
     """Wrap a model without weights where so much host memory is free. Returns what the plan takes, and the warnings."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True, action="always") as caught:
         if free is not None:
             patch.setattr(wrapping, "available_host_bytes", lambda: free)
         with protrain.empty_parameters():
