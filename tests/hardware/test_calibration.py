@@ -159,10 +159,10 @@ def test_sizes_go_with_time_and_room() -> None:
 def test_products_are_smaller_on_a_slow_device(
     monkeypatch: pytest.MonkeyPatch, seconds_of_1024: float, width: int
 ) -> None:
-    def seconds(run: Any, device: torch.device, runs: int) -> float:
+    def seconds(run: Any, device: torch.device) -> float:
         return seconds_of_1024 * (len(run.args[0]) / 1024) ** 3
 
-    monkeypatch.setattr("protrain.hardware.calibration.activities.batch_s", seconds)
+    monkeypatch.setattr("protrain.hardware.calibration.activities.run_s", seconds)
     assert largest_product(CPU, _effort())[1] == width
 
 

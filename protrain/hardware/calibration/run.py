@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,23 +19,22 @@ from protrain.hardware.calibration.activities import (
     CPU,
     Activity,
     AdamChunk,
+    Collectives,
     Work,
     best_threads,
-    on_device,
     pinned,
     thread_counts,
 )
 from protrain.hardware.calibration.contention import (
-    LEAST_UNITS,
     Group,
     Runs,
-    alone,
     groups_of,
+    most_contended,
     rates_of,
-    rates_together,
+    rates_on_ranks,
     shares_of,
+    slowest,
 )
-from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.report import (
     NOT_PINNED,
     clock_warnings,
@@ -52,8 +52,8 @@ Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
 _ROUNDS = 2  # over all groups
 # Seconds in a calibration of FULL_SECONDS: of a number of threads, of a group in all rounds, of one whose rates vary
-# because the host updates in it, of the two activities on which plans depend most, and of collectives.
-_THREADS_S, _GROUP_S, _HOST_GROUP_S, _LONG_S, _COLLECTIVES_S = 0.4, 0.5, 0.9, 2.0, 1.2
+# because the host updates in it, and of the two activities on which plans depend most.
+_THREADS_S, _GROUP_S, _HOST_GROUP_S, _LONG_S = 0.4, 0.5, 0.9, 2.0
 _LONG = ("matmul",), ("host_adam",)
 _OPTIONAL = "streamed_adam_gparams", "all_gather_gbps", "all_to_all_gbps"  # not measured on every machine
 
@@ -128,15 +128,20 @@ class Calibration:
         self._thread_counts = thread_counts(threads, taken=int(self._on_gpu))  # one_core_taken takes the one core
         self._progress = progress or (lambda _what, _done: None)
 
-    @contextlib.contextmanager
-    def _stage(self, what: str, full_s: float, *, done: float = 0.0) -> Iterator[float]:
-        """A stage that takes ``full_s`` in a full calibration. Yields the seconds that it has in this one.
+    def _rates(
+        self, what: str, activities: Mapping[str, Activity], full_s: float, *, done: float = 0.0
+    ) -> dict[str, list[float]]:
+        """The rates of ``activities`` together, in a stage that takes ``full_s`` in a full calibration.
 
         ``done`` is the share of the work that is done before.
         """
         self._progress(what, done)
-        self._ranks.all_values(None, f"the calibration of {what}")  # so that all start together
-        yield full_s * self._effort.time
+        # In a step on a GPU the launching thread takes a core. On a CPU that thread does the updates itself. The
+        # bandwidth of the host's memory is measured with all cores.
+        with one_core_taken(wanted=self._on_gpu and "dram" not in activities):
+            return rates_on_ranks(
+                self._ranks, activities, f"the calibration of {what}", duration_s=full_s * self._effort.time
+            )
 
     def run(self, warnings: list[str]) -> dict[str, Any]:
         """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
@@ -144,21 +149,15 @@ class Calibration:
         chunks = [AdamChunk.on(CPU, effort.adam_elements) for _ in range(effort.host_chunks)]
         threads = self._best_threads(chunks[0])
         work = Work(self._device, effort, chunks, threads=threads)
-        collectives = None
         if ranks.several:
             ranks.use(self._device)
-            collectives = Collectives(ranks, self._device, effort.transfer_bytes)
-            work.activities["collective"] = on_device(collectives.both, 1.0, self._device)
+            work.activities |= Collectives(ranks, self._device, effort.transfer_bytes).activities()
         with pinned(*work.pinned, device=self._device) as accepted:
             warnings = [*warnings, *self._card_warnings(work), *([] if accepted else [NOT_PINNED])]
             if not all(ranks.all_values(accepted, "whether memory can be pinned")):
                 del work.activities["streamed_adam"]
-            runs = self._runs(work.activities, collectives)
-        rates = rates_of(runs)
-        if collectives is not None:
-            with self._stage("collectives", _COLLECTIVES_S, done=1.0) as seconds:
-                rates |= collectives.gbps(effort.transfer_bytes, budget_s=seconds)
-        found = ranks.all_values((rates, shares_of(runs), warnings), "what was measured")
+            runs = self._runs(work.activities)
+        found = ranks.all_values((rates_of(runs), shares_of(runs), warnings), "what was measured")
         of_ranks, groups, lines = zip(*found, strict=True)
         self._progress("done", 1.0)
         return {
@@ -174,17 +173,10 @@ class Calibration:
         rates = []
         for count in self._thread_counts:
             update = Activity(partial(chunk.update, count), chunk.elements / 1e9)
-            with self._stage(f"AdamW on the host, threads: {count}", _THREADS_S) as seconds, self._core_taken():
-                rates.append(alone(update, duration_s=seconds))
+            found = self._rates(f"AdamW on the host, threads: {count}", {"host_adam": update}, _THREADS_S)
+            rates.append(median(found["host_adam"]))
         of_ranks = self._ranks.all_values(rates, "AdamW by number of threads")
         return best_threads(dict(zip(self._thread_counts, map(min, *of_ranks, rates), strict=True)))
-
-    def _core_taken(self, group: Group = ()) -> contextlib.AbstractContextManager[None]:
-        """In a step on a GPU the launching thread takes a core. On a CPU that thread does the updates itself.
-
-        The bandwidth of the host's memory is measured with all cores.
-        """
-        return one_core_taken(wanted=self._on_gpu and group != ("dram",))
 
     def _card_warnings(self, work: Work) -> list[str]:
         """Warns of the card under load, which it gets warm by as well."""
@@ -196,17 +188,14 @@ class Calibration:
             torch.cuda.synchronize(self._device)  # nothing of that may run beside what is measured next
         return warnings
 
-    def _runs(self, activities: Mapping[str, Activity], collectives: Collectives | None) -> Runs:
+    def _runs(self, activities: Mapping[str, Activity]) -> Runs:
         """The rates of all groups, in several rounds."""
         runs: dict[Group, list[dict[str, list[float]]]] = {}
         groups = groups_of([*activities]) * _ROUNDS
         for at, group in enumerate(groups):
             of_host = any(name.startswith("host_adam") for name in group)
             full_s = (_LONG_S if group in _LONG else _HOST_GROUP_S if of_host else _GROUP_S) / _ROUNDS
-            with self._stage(" + ".join(group), full_s, done=at / len(groups)) as seconds, self._core_taken(group):
-                counts = {}
-                if collectives is not None and "collective" in group:
-                    counts["collective"] = max(LEAST_UNITS, collectives.units_in(seconds))
-                found = rates_together({name: activities[name] for name in group}, duration_s=seconds, counts=counts)
-                runs.setdefault(group, []).append(found)
+            together = {name: activities[name] for name in group}
+            found = self._rates(" + ".join(group), together, full_s, done=at / len(groups))
+            runs.setdefault(group, []).append(found)
         return runs
