@@ -24,16 +24,14 @@ from protrain.hardware.calibration.activities import (
     AdamChunk,
     Transfers,
     Work,
-    best_threads,
     host_updates,
     largest_product,
     random_tensor,
-    thread_counts,
 )
 from protrain.hardware.calibration.contention import groups_of, rates_of, rates_together, shares_of
 from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.detection import assume
-from protrain.hardware.memory import usable_cores
+from protrain.hardware.memory import update_threads, usable_cores
 from protrain.hardware.profile import RATE_UNITS, Contention, HardwareProfile
 from protrain_kernels import padded
 
@@ -72,7 +70,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     rates = {name for name, _ in profile.rows() if name.endswith(RATE_UNITS)}
     assert rates > {name for name, _ in assume(CPU).rows() if name.endswith(RATE_UNITS)}
     assert {"host_adam_weight_gparams", "host_adam_narrow_gparams", "flatten_gbps"} < rates
-    assert profile.host_adam_threads in thread_counts(usable_cores())
+    assert profile.host_adam_threads == update_threads(usable_cores(), beside_gpu=False)
     assert profile.host_adam_p20_gparams is not None
     assert profile.streamed_adam_gparams is profile.all_gather_gbps is None
     assert HardwareProfile.from_json(profile.to_json()) == profile
@@ -129,11 +127,7 @@ def test_the_work_leaves_no_memory_behind() -> None:
     assert memory() is None
 
 
-def test_threads_and_random_values() -> None:
-    assert thread_counts(1) == thread_counts(1, taken=1) == [1]
-    assert thread_counts(16) == [1, 2, 4, 8, 15, 16]
-    assert thread_counts(16, taken=1) == [1, 2, 4, 8, 14, 15]
-    assert best_threads({1: 1.0, 2: 1.9, 4: 2.95, 8: 3.0}) == 4
+def test_random_values_are_random_throughout() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.int16, torch.uint8):
         tensor = random_tensor(3_000_001, dtype, CPU)
         assert tensor.numel() == 3_000_001

@@ -15,7 +15,7 @@ import torch
 
 from protrain.hardware import memory
 from protrain.hardware.detection import assume, detect
-from protrain.hardware.memory import available_host_bytes, for_training, usable_cores
+from protrain.hardware.memory import available_host_bytes, for_training, update_threads, usable_cores
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.hardware.shipped import load, next_card, of_card, of_gpu, of_machine, shipped_name, shipped_names
 
@@ -321,6 +321,11 @@ def test_without_control_groups_the_system_decides(write: Write) -> None:
     assert available_host_bytes() > 1024**2, "all that there is, where the system does not say what is available"
     write({"proc/meminfo": "MemAvailable: 1024 kB\n"})
     assert available_host_bytes() == 1024**2
+
+
+def test_beside_a_gpu_two_cores_are_left_to_others() -> None:
+    assert [update_threads(cores, beside_gpu=True) for cores in (1, 2, 3, 16)] == [1, 1, 1, 14]
+    assert [update_threads(cores, beside_gpu=False) for cores in (1, 2, 16)] == [1, 1, 8]
 
 
 def test_a_processor_is_named_as_the_system_names_it(write: Write) -> None:

@@ -30,7 +30,6 @@ _LEAST_WIDTH = 256
 _PRODUCTS_IN_UNIT = 4
 _KERNELS_IN_UNIT = 16  # of kernels that take less than a millisecond each
 ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
-_ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
 _COLLECTIVES = "the timing of collectives"
@@ -256,23 +255,6 @@ class AdamChunk(NamedTuple):
     def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
         """Write the weight that a step in host memory would leave to ``new_weight``, and nothing else."""
         adam(*self, _STEP, threads=threads, out=new_weight)
-
-
-def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
-    """The numbers of threads to try: powers of two, as many as there are cores that are not ``taken``, and one fewer.
-
-    More are not tried. Of 16 threads on 15 free cores one would wait until the owner of the 16th core has used up its
-    time slice, and the other threads would wait for that one.
-    """
-    free = max(1, cores - taken)
-    powers = {1 << bit for bit in range(free.bit_length())}
-    return sorted(powers | {free, max(1, free - 1)})
-
-
-def best_threads(rates: dict[int, float]) -> int:
-    """The fewest threads that reach 97% of the best rate, by the rate of each number of threads."""
-    best = max(rates.values())
-    return min(count for count, rate in rates.items() if rate >= _ENOUGH * best)
 
 
 def portions_of(chunks: Sequence[AdamChunk]) -> list[list[AdamChunk]]:

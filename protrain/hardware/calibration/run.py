@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,9 +19,7 @@ from protrain.hardware.calibration.activities import (
     AdamChunk,
     Collectives,
     Work,
-    best_threads,
     pinned,
-    thread_counts,
 )
 from protrain.hardware.calibration.contention import (
     Group,
@@ -44,16 +40,16 @@ from protrain.hardware.calibration.report import (
 )
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
 from protrain.hardware.detection import assume
-from protrain.hardware.memory import usable_cores
+from protrain.hardware.memory import update_threads, usable_cores
 from protrain.hardware.nvml import gpu_facts
 from protrain.hardware.profile import HardwareProfile
 
 Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
 _ROUNDS = 2  # over all groups
-# Seconds in a calibration of FULL_SECONDS: of a number of threads, of a group in all rounds, of one whose rates vary
-# because the host updates in it, and of the two activities on which plans depend most.
-_THREADS_S, _GROUP_S, _HOST_GROUP_S, _LONG_S = 0.4, 0.5, 0.9, 2.0
+# Seconds in a calibration of FULL_SECONDS: of a group in all rounds, of one whose rates vary because the host updates
+# in it, and of the two activities on which plans depend most.
+_GROUP_S, _HOST_GROUP_S, _LONG_S = 0.5, 0.9, 2.0
 _LONG = ("matmul",), ("host_adam",)
 _OPTIONAL = "streamed_adam_gparams", "all_gather_gbps", "all_to_all_gbps"  # not measured on every machine
 
@@ -97,15 +93,16 @@ def calibrate(
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        threads = max(1, usable_cores() // ranks.on_node)
+        cores = max(1, usable_cores() // ranks.on_node)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads)
+        torch.set_num_threads(cores)
         effort = Effort(
             seconds=seconds,
             host_room_bytes=base.host_bytes // ranks.on_node,
             device_room_bytes=base.device_bytes,
         )
         warnings = machine_warnings(effort, names)
+        threads = update_threads(cores, beside_gpu=target.type == "cuda")
         measured = Calibration(target, effort, ranks, threads=threads, progress=progress).run(warnings)
         profile = replace(base, source="measured", composed=(), **vars(machine), **measured)
         # One process of every host stores it, as hosts may not share a home, and one for each kind of GPU there.
@@ -125,11 +122,11 @@ class Calibration:
         self._on_gpu = device.type == "cuda"
         self._effort = effort
         self._ranks = ranks
-        self._thread_counts = thread_counts(threads, taken=int(self._on_gpu))  # one_core_taken takes the one core
+        self._threads = threads  # of the host's AdamW
         self._progress = progress or (lambda _what, _done: None)
 
     def _rates(
-        self, what: str, activities: Mapping[str, Activity], full_s: float, *, done: float = 0.0
+        self, what: str, activities: Mapping[str, Activity], full_s: float, *, done: float
     ) -> dict[str, list[float]]:
         """The rates of ``activities`` together, in a stage that takes ``full_s`` in a full calibration.
 
@@ -147,8 +144,7 @@ class Calibration:
         """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
         effort, ranks = self._effort, self._ranks
         chunks = [AdamChunk.on(CPU, effort.adam_elements) for _ in range(effort.host_chunks)]
-        threads = self._best_threads(chunks[0])
-        work = Work(self._device, effort, chunks, threads=threads)
+        work = Work(self._device, effort, chunks, threads=self._threads)
         if ranks.several:
             ranks.use(self._device)
             work.activities |= Collectives(ranks, self._device, effort.transfer_bytes).activities()
@@ -163,20 +159,10 @@ class Calibration:
         return {
             **dict.fromkeys(_OPTIONAL),
             **slowest(of_ranks),
-            "host_adam_threads": threads,
+            "host_adam_threads": self._threads,
             "contention": tuple(most_contended(groups)),
             "warnings": tuple(warnings_of_all(lines)),
         }
-
-    def _best_threads(self, chunk: AdamChunk) -> int:
-        """The best number of threads for the host's AdamW on all ranks."""
-        rates = []
-        for count in self._thread_counts:
-            update = Activity(partial(chunk.update, count), chunk.elements / 1e9)
-            found = self._rates(f"AdamW on the host, threads: {count}", {"host_adam": update}, _THREADS_S)
-            rates.append(median(found["host_adam"]))
-        of_ranks = self._ranks.all_values(rates, "AdamW by number of threads")
-        return best_threads(dict(zip(self._thread_counts, map(min, *of_ranks, rates), strict=True)))
 
     def _card_warnings(self, work: Work) -> list[str]:
         """Warns of the card under load, which it gets warm by as well."""
