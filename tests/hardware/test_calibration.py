@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.calibration.activities import (
     CPU,
@@ -29,6 +30,7 @@ from protrain.hardware.calibration.activities import (
     random_tensor,
 )
 from protrain.hardware.calibration.contention import groups_of, rates_of, rates_together, shares_of
+from protrain.hardware.calibration.run import Calibration
 from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.detection import assume
 from protrain.hardware.memory import update_threads, usable_cores
@@ -125,6 +127,16 @@ def test_the_work_leaves_no_memory_behind() -> None:
         activity.unit()
     del work, chunk, activity
     assert memory() is None
+
+
+@pytest.mark.parametrize(("rates", "threads"), [((4.0, 4.1), 14), ((4.0, 4.2), 15)])
+def test_beside_a_gpu_one_core_more_is_taken_where_that_gains(
+    rates: tuple[float, float], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = Calibration(torch.device("cuda"), _effort(), Ranks(None), cores=16, progress=None)
+    found = iter(rates)
+    monkeypatch.setattr(calibration, "_rates", lambda *_: {"host_adam": [next(found)]})
+    assert calibration._threads(AdamChunk.on(CPU, 128)) == threads
 
 
 def test_random_values_are_random_throughout() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,9 +49,10 @@ from protrain.hardware.profile import HardwareProfile
 Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
 _ROUNDS = 2  # over all groups
-# Seconds in a calibration of FULL_SECONDS: of a group in all rounds, of one whose rates vary because the host updates
-# in it, and of the two activities on which plans depend most.
-_GROUP_S, _HOST_GROUP_S, _LONG_S = 0.5, 0.9, 2.0
+# Seconds in a calibration of FULL_SECONDS: of a number of threads, of a group in all rounds, of one whose rates vary
+# because the host updates in it, and of the two activities on which plans depend most.
+_THREADS_S, _GROUP_S, _HOST_GROUP_S, _LONG_S = 1.0, 0.5, 0.9, 2.0
+_GAIN = 1.03  # of the host's AdamW, for which it takes one core more from others
 _LONG = ("matmul",), ("host_adam",)
 _OPTIONAL = "streamed_adam_gparams", "all_gather_gbps", "all_to_all_gbps"  # not measured on every machine
 
@@ -102,8 +105,7 @@ def calibrate(
             device_room_bytes=base.device_bytes,
         )
         warnings = machine_warnings(effort, names)
-        threads = update_threads(cores, beside_gpu=target.type == "cuda")
-        measured = Calibration(target, effort, ranks, threads=threads, progress=progress).run(warnings)
+        measured = Calibration(target, effort, ranks, cores=cores, progress=progress).run(warnings)
         profile = replace(base, source="measured", composed=(), **vars(machine), **measured)
         # One process of every host stores it, as hosts may not share a home, and one for each kind of GPU there.
         if save and machine.name not in names[ranks.rank - local_rank() : ranks.rank]:
@@ -116,17 +118,17 @@ class Calibration:
     """One run over everything, a stage at a time."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, ranks: Ranks, *, threads: int, progress: Progress | None
+        self, device: torch.device, effort: Effort, ranks: Ranks, *, cores: int, progress: Progress | None
     ) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._effort = effort
         self._ranks = ranks
-        self._threads = threads  # of the host's AdamW
+        self._cores = cores
         self._progress = progress or (lambda _what, _done: None)
 
     def _rates(
-        self, what: str, activities: Mapping[str, Activity], full_s: float, *, done: float
+        self, what: str, activities: Mapping[str, Activity], full_s: float, *, done: float = 0.0
     ) -> dict[str, list[float]]:
         """The rates of ``activities`` together, in a stage that takes ``full_s`` in a full calibration.
 
@@ -144,7 +146,8 @@ class Calibration:
         """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
         effort, ranks = self._effort, self._ranks
         chunks = [AdamChunk.on(CPU, effort.adam_elements) for _ in range(effort.host_chunks)]
-        work = Work(self._device, effort, chunks, threads=self._threads)
+        threads = self._threads(chunks[0])
+        work = Work(self._device, effort, chunks, threads=threads)
         if ranks.several:
             ranks.use(self._device)
             work.activities |= Collectives(ranks, self._device, effort.transfer_bytes).activities()
@@ -159,10 +162,26 @@ class Calibration:
         return {
             **dict.fromkeys(_OPTIONAL),
             **slowest(of_ranks),
-            "host_adam_threads": self._threads,
+            "host_adam_threads": threads,
             "contention": tuple(most_contended(groups)),
             "warnings": tuple(warnings_of_all(lines)),
         }
+
+    def _threads(self, chunk: AdamChunk) -> int:
+        """The threads of the host's AdamW: beside a GPU as many as usual, or one more where that gains on all ranks.
+
+        Of all numbers of threads, every calibration that is recorded found one of these two best.
+        """
+        usual = update_threads(self._cores, beside_gpu=self._on_gpu)
+        if not self._on_gpu:
+            return usual
+        rates = []
+        for count in (usual, usual + 1):
+            update = Activity(partial(chunk.update, count), chunk.elements / 1e9)
+            found = self._rates(f"AdamW on the host, threads: {count}", {"host_adam": update}, _THREADS_S)
+            rates.append(median(found["host_adam"]))
+        of_ranks = self._ranks.all_values(rates, "AdamW by number of threads")
+        return usual + 1 if all(more > _GAIN * less for less, more in of_ranks) else usual
 
     def _card_warnings(self, work: Work) -> list[str]:
         """Warns of the card under load, which it gets warm by as well."""
