@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from protrain.cli.main import main
-from protrain.consensus import of_all
+from protrain.consensus import _with_collectives, of_all
 from protrain.distributed.joining import join
 from protrain.hardware.cache import Machine, cached, store
 from protrain.hardware.calibration import calibrate
@@ -130,6 +130,29 @@ def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[st
     found = rates_on_ranks(ranks, together, "a test", duration_s=0.2)
     rates = {name: median(of_slices) for name, of_slices in found.items()}
     return exchanged, gathered, amounts, rates, ended
+
+
+def measured_for_a_wrap(rank: int) -> tuple[HardwareProfile, HardwareProfile]:
+    """A profile that knows nothing of collectives, and what ranks make of it that measure them before they plan."""
+    ranks = join(None)
+    ranks.use(CPU)
+    pair = Contention(activities=("h2d", "d2h"), shares=(0.9, 0.8))
+    own = replace(assume(CPU), world_size=2, contention=(pair,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr("protrain.consensus._WIDTH", 256)
+        return own, _with_collectives(ranks, own, CPU)
+
+
+def test_a_wrap_measures_collectives_as_calibration_does() -> None:
+    (own, found), (_, also) = on_ranks(2, measured_for_a_wrap)
+    rates = [(each.all_gather_gbps, each.all_to_all_gbps, each.contention) for each in (found, also)]
+    assert rates[0] == rates[1], "the least of both ranks"
+    assert found.all_gather_gbps is not None
+    assert found.all_to_all_gbps is not None
+    assert min(found.all_gather_gbps, found.all_to_all_gbps) > 0
+    *kept, measured = found.contention
+    assert (tuple(kept), measured.activities) == (own.contention, ("collective", "matmul"))
 
 
 def calibrate_unlike_gpus(rank: int, cache: str) -> tuple[HardwareProfile, HardwareProfile | None]:
