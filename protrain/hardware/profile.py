@@ -62,11 +62,11 @@ class HardwareProfile(Record):
     d2h_gbps: float
     bidirectional_gbps: float  # both directions at once, added up
     host_dram_gbps: float  # which DMA and the CPU share
-    host_adam_gparams: float  # 1e9 parameters a second, with all threads
+    host_adam_gparams: float  # 1e9 parameters a second
     device_adam_gparams: float
     source: str
     # Only calibration knows the following figures.
-    host_adam_threads: int | None = None  # the fewest threads that reach host_adam_gparams
+    host_adam_threads: int | None = None  # with which the rates of the host's AdamW were measured
     host_adam_weight_gparams: float | None = None  # where an update makes only the new weight
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
