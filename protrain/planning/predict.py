@@ -81,7 +81,7 @@ class RuntimeModel:
         The step's gradients are not clipped, so no speculative update is redone.
         """
         before_ms = self._before_ms(modes, counts._replace(n_speculate=0, n_weight_only=0))
-        if before_ms + self.steps.gpu_ms(modes, counts.n_persist) >= limit_ms:
+        if before_ms + self.steps.gpu_ms(modes, counts) >= limit_ms:
             return inf
         return before_ms + Run(self.steps, modes, counts).step_ms
 

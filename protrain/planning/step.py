@@ -21,7 +21,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.contention import lost_to_collectives, shares_kept
 from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import BlockMode, Modes
+from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
     GradientPart,
@@ -172,11 +172,14 @@ class Steps:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return self.overlaps and not self.in_backward
 
-    def gpu_ms(self, modes: Modes, n_persist: int) -> float:
+    def gpu_ms(self, modes: Modes, counts: Counts) -> float:
         """How long the GPU is busy with what it does in any case. No step is shorter."""
         more_ms = [costs.pack_ms + costs.recompute_ms for costs in self.costs(modes)]
-        updates_ms = sum(self._device_update_ms[:n_persist])
-        return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + updates_ms
+        _, gathers = self.fetched(counts.n_persist, counts.n_buffer)
+        gathers_ms = sum(self.gather_ms[chunk] for chunk, _ in chain.from_iterable(gathers))
+        beside_ms = self.lost_to_collectives * (gathers_ms + sum(self._reduce_ms.values()))
+        updates_ms = sum(self._device_update_ms[: counts.n_persist])
+        return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + beside_ms + updates_ms
 
     def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
