@@ -42,7 +42,7 @@ time. That is 99% of the calibrated rate on steady hosts, and was 93% on a host 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
@@ -320,17 +320,6 @@ def slower_share(hardware: HardwareProfile) -> float:
     slow = hardware.host_adam_p20_gparams
     usual = UNKNOWN if slow is None else (1.0 + min(1.0, slow / hardware.host_adam_gparams)) / 2
     return usual * _SLOWER
-
-
-def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:
-    """``hardware`` with a host that updates at ``share`` of its rate."""
-    weights, narrow = hardware.host_adam_weight_gparams, hardware.host_adam_narrow_gparams
-    return replace(
-        hardware,
-        host_adam_gparams=hardware.host_adam_gparams * share,
-        host_adam_weight_gparams=None if weights is None else weights * share,
-        host_adam_narrow_gparams=None if narrow is None else narrow * share,
-    )
 
 
 _STAGING_SLOTS = 2  # slots of the engine's AdamStaging: one is copied in while the other is copied out
