@@ -217,10 +217,6 @@ class ModeCosts(NamedTuple):
     pack_ms: float = 0.0  # on the GPU, at the end of forward
     recompute_ms: float = 0.0  # on the GPU, in backward
 
-    def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
-        """Milliseconds that one of several such blocks in a row adds to a step, with this computing."""
-        return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms)
-
 
 def swap_costs(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> ModeCosts:
     """The copies if everything is packed into one buffer, or if each storage is copied by itself.
@@ -247,7 +243,8 @@ def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[boo
     def row_ms(index: int, *, packed: bool) -> float:
         calls = max(1, n_calls[index])
         costs = swap_costs(profile.blocks[index], calls, hardware, packed=packed)
-        return costs.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
+        forward_ms, backward_ms = times.forward[index] / calls, times.backward[index] / calls
+        return max(costs.out_ms, forward_ms + costs.pack_ms) + max(costs.back_ms, backward_ms)
 
     packs = tuple(
         row_ms(index, packed=True) < (1 - _LEAST_GAIN) * row_ms(index, packed=False)
