@@ -15,11 +15,11 @@ from protrain.common.tables import parse_memory
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import check, evaluate, search
 from protrain.planning.plan import Counts
-from protrain.planning.rates import slower_share, with_host
+from protrain.planning.rates import slower_share
 from protrain.planning.simulate import Run
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, large_vocabulary, random_machine, random_profile, that_streams
-from tests.planning.machines import H100, judge_as_calibrated
+from tests.planning.machines import H100, judge_as_calibrated, with_host
 from tests.planning.models import GIB, LONG, MIB, machine, make_profile
 
 
