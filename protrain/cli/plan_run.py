@@ -28,7 +28,7 @@ from protrain.hardware.shipped import other_machines
 from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
 from protrain.planning.answer import Case, Job, Machine, alternatives, others_of
 from protrain.planning.prose import counted
-from protrain.profiler.kept_profiles import kept_answer
+from protrain.profiler.kept_profiles import kept, key_of
 from protrain.profiler.model_profile import ModelProfile
 
 _COUNTED_BATCHES = 8, 16  # which are counted if --batch is not given
@@ -77,7 +77,7 @@ class _Asked:
 
             return plan_trace.counted(step, show=show)
 
-        profile = kept_answer("profiles", ModelProfile, step.description(), count)
+        profile = kept("profiles", ModelProfile, key_of(step.description()), count)
         return replace(profile, moment_dtype=self.args.moment_dtype)
 
     def _profile(self, batch: int, accumulation: int) -> ModelProfile:
@@ -148,7 +148,7 @@ class _Asked:
             return make()
         asked = {name: getattr(self.args, name) for name in _ASKED}
         description = {"what": what, "asked": asked, "step": self.step.description(), "on": self.hardware.to_dict()}
-        return kept_answer("answers", Answer, description, make)
+        return kept("answers", Answer, key_of(description), make)
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:

@@ -30,7 +30,6 @@ class Contention(Record):
 
 RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
 _HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
-_MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
 # 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
 # buffers are there, and what is left is an assumption.
@@ -106,8 +105,8 @@ class HardwareProfile(Record):
         """The profile in ``data``. ValueError also where its machine has no memory, as a profile made in code may."""
         profile = super().from_dict(data)
         for name in ("device_bytes", "host_bytes"):
-            if not 0 < getattr(profile, name) < _MOST_BYTES:
-                raise _impossible(name, "above 0 and less than 2**63", getattr(profile, name))
+            if getattr(profile, name) <= 0:
+                raise _impossible(name, "above 0", getattr(profile, name))
         return profile
 
     @property

@@ -206,10 +206,10 @@ def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"h2d_gbps": 0}, r"HardwareProfile\.h2d_gbps must be a finite number above 0, not 0\.0"),
-        ({"matmul_tflops": float("nan")}, r"HardwareProfile\.matmul_tflops must be a finite number above 0, not nan"),
+        ({"matmul_tflops": float("nan")}, r"matmul_tflops must be a finite number less than 2\*\*63, not nan"),
         ({"streamed_adam_gparams": 0.0}, r"streamed_adam_gparams must be a finite number above 0, or null, not 0\.0"),
-        ({"device_bytes": -1}, r"device_bytes must be above 0 and less than 2\*\*63, not -1"),
-        ({"host_bytes": 10**20}, r"host_bytes must be above 0 and less than 2\*\*63, not 1"),
+        ({"device_bytes": -1}, r"device_bytes must be above 0, not -1"),
+        ({"host_bytes": 10**20}, r"host_bytes must be a finite number less than 2\*\*63, not 1"),
         ({"cpu_threads": 0}, r"cpu_threads must be at least 1, not 0"),
         ({"host_adam_threads": 0}, r"host_adam_threads must be at least 1, or null, not 0"),
         ({"device_type": "tpu"}, r"device_type must be cuda or cpu, not 'tpu'"),
