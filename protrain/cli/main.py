@@ -15,10 +15,9 @@ from typing import Any
 
 import protrain
 from protrain.cli.commands import build_parser
-from protrain.cli.options import in_options
 from protrain.common.errors import MisuseError
 from protrain.common.progress import print_line, say
-from protrain.common.signals import InterruptedRun, is_program
+from protrain.common.signals import is_program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +55,6 @@ def _status(argv: Sequence[str] | None) -> int:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:
         return _failed(name, error, 1)
-    except InterruptedRun as error:
-        return _failed(name, error, 128 + error.signal_number)
     except KeyboardInterrupt:
         say(f"{name}: interrupted")
         return 130
@@ -82,7 +79,7 @@ def own_warnings_as_lines() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
             if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
-                print_line(in_options(str(message)))
+                print_line(str(message))
             else:
                 shown(message, category, filename, *more, **named)
 
@@ -91,6 +88,6 @@ def own_warnings_as_lines() -> Iterator[None]:
 
 
 def _failed(name: str, error: Exception, status: int) -> int:
-    text = " ".join(in_options(str(error)).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     say(f"{name}: {text}")
     return status

@@ -37,14 +37,6 @@ class Stopped(KeyboardInterrupt):
     """Raised when a signal comes inside ``StopRequests.raised``."""
 
 
-class InterruptedRun(Exception):
-    """The command was told to stop, and did so in good order. The message says how things are."""
-
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
-
-
 class StopRequests:
     """The signals that came. A second request stops the run at once.
 
