@@ -167,7 +167,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert status == 0, err
     lines = [line for line in err.splitlines() if "(Not a directory), so everything is measured again" in line]
     assert len(lines) == 1, err
-    assert lines[0].startswith(f"protrain: {tmp_path}/file/cache cannot be written")
+    assert lines[0].startswith(f"RuntimeWarning: {tmp_path}/file/cache cannot be written")
     assert "let PROTRAIN_CACHE name a folder that can be" in lines[0]
     assert "the profile was not kept" in err
 
