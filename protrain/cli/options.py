@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,7 @@ def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
     return check
 
 
-def _memory_bytes(text: str) -> None:
-    size_bytes = parse_memory(text, name="")
-    if text.strip().isdigit() and size_bytes < 2**20:
-        raise ValueError(f"{text} would be bytes: give a unit, like {text}GiB")
-
-
-memory = text_for(_memory_bytes)  # an argparse type: a number of bytes, or like 24GiB
+memory = text_for(partial(parse_memory, name=""))  # an argparse type: a number of bytes, or like 24GiB
 
 
 def result_file(text: str) -> Path:
