@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 
 from protrain.cli.imports import importing
-from protrain.cli.options import emit, in_options, print_result, write_record
+from protrain.cli.options import emit, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_step import ProfiledStep
@@ -260,7 +260,7 @@ def _max_model(asked: _Asked) -> None:
         )
     largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}, batch {asked.step.batch}"
     title = wrapped(f"{Machine.of(asked.hardware)}\n{largest_model}", indent="  ")
-    emit(found, args, f"{title}\n{in_options(found.table())}")
+    emit(found, args, f"{title}\n{found.table()}")
 
 
 def _compare(args: argparse.Namespace) -> None:
