@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ def for_training(ram_bytes: int, n_processes: int) -> int:
     for the data loader, the page cache and the tables of pinned memory.
     """
     return int((ram_bytes - min(n_processes * _PROCESS_BYTES, ram_bytes // 8)) * HOST_SHARE)
+
+
+def ram_for(host_bytes: int, n_processes: int) -> int:
+    """The RAM of a machine of which ``n_processes`` may take ``host_bytes``: the inverse of ``for_training``."""
+    left_bytes = host_bytes / HOST_SHARE
+    return math.ceil(min(left_bytes + n_processes * _PROCESS_BYTES, left_bytes * 8 / 7))
 
 
 def available_host_bytes() -> int:
