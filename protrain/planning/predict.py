@@ -21,6 +21,9 @@ from protrain.planning.step import Steps
 from protrain.planning.timeline import HOST, Timeline
 from protrain.profiler.model_profile import ModelProfile
 
+# The share of steps that plans expect to be clipped. 39% of 1,000 steps of a fine-tune were, most of them early.
+CLIPPED = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -124,6 +127,7 @@ class Models:
         )
         self.runtime = RuntimeModel(self.memory)
         self.n_chunks, self.n_blocks = len(layout.chunks), len(profile.blocks)
+        self._unspeculated_ms = cache(self.slower_ms)
 
     @classmethod
     def of(
@@ -147,6 +151,17 @@ class Models:
     def slower_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
         """``RuntimeModel.step_ms`` on the slower host that plans are made for."""
         return self.runtime.step_ms(modes, counts, host_share=slower_share(self.hardware), limit_ms=limit_ms)
+
+    def judged_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
+        """The mean of ``slower_ms`` over steps of which a few are clipped, or infinite as ``slower_ms`` is.
+
+        A clipped step makes all updates once its norm is known, and takes as long as without speculative updates.
+        """
+        step_ms = self.slower_ms(modes, counts, limit_ms=limit_ms)
+        if not counts.n_speculate or step_ms >= limit_ms:
+            return step_ms
+        clipped_ms = self._unspeculated_ms(modes, counts._replace(n_speculate=0, n_weight_only=0))
+        return (1 - CLIPPED) * step_ms + CLIPPED * clipped_ms
 
     def plan(self, counts: Counts, modes: Modes | None = None) -> Plan:
         """The plan of ``counts`` with its predictions. ``modes`` are given if they differ from the usual order."""
