@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import protrain
 from protrain.common.errors import MisuseError
 from protrain_kernels import split
 from tests.distributed.pool import on_ranks
+from tests.distributed.training import step
 from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
@@ -21,13 +21,6 @@ pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of t
 RESIDENT = Spec("all", "least", (NONE,))
 OFFLOADED = Spec("none", "least", (CKPT, NONE), speculate=True)
 DECAY = 0.9
-CPU = torch.device("cpu")
-
-
-def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
-    default_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -50,7 +43,7 @@ def test_averages_are_those_of_whole_weights_and_leave_the_training_as_it_is(spe
     def train(averages: bool) -> dict[str, Tensor]:
         torch.manual_seed(1)  # of dropout
         model = make()
-        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, dtype=dtype)
+        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], dtype=dtype)
         averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
         for batch in batches(4):
             step(model, optimizer, batch)
@@ -86,58 +79,17 @@ def test_misuse() -> None:
         protrain.AveragedWeights(model, given)  # as other libraries' averages take it
     with pytest.raises(ValueError, match=r"AveragedWeights needs a model that protrain\.wrap returned"):
         protrain.AveragedWeights(model).update()
-    model, _ = wrap_under(RESIDENT, model, adamw(model), batches()[0], device=CPU)
+    model, _ = wrap_under(RESIDENT, model, adamw(model), batches()[0])
     averaged = protrain.AveragedWeights(model)
     with pytest.raises(MisuseError, match=r"no average yet: call update\(\)"), averaged.applied():
         pass
     with pytest.raises(ValueError, match="averages are of another model"):
         averaged.load_state_dict({"enter.weight": torch.zeros(1)})
-    averaged.update()
-    for other in (averaged, protrain.AveragedWeights(model)):  # which would average averages
-        with pytest.raises(MisuseError, match=r"AveragedWeights inside `with .*: leave it first"), averaged.applied():
-            other.update()
-
-
-def edit(model: nn.Module) -> None:
-    with protrain.full_parameters(model), torch.no_grad():
-        next(model.parameters()).zero_()
-
-
-INSIDE: dict[str, Callable[[nn.Module, Any], Any]] = {
-    "step": lambda model, optimizer: step(model, optimizer, batches()[0]),
-    "load weights": lambda model, optimizer: model.load_state_dict(model.state_dict()),
-    "load states": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-    "edit": lambda model, optimizer: edit(model),
-}
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("what", INSIDE)
-def test_nothing_is_written_that_leaving_the_averages_would_take_back(what: str, inside: bool) -> None:
-    model, data = make(), batches()
-    spec = RESIDENT if inside else OFFLOADED
-    model, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, step_during_backward=inside)
-    averaged = protrain.AveragedWeights(model, DECAY)
-    for batch in data[:2]:
-        step(model, optimizer, batch)
-        averaged.update()
-    before, average = states(model, optimizer), averaged.state_dict()
-    with (
-        pytest.raises(
-            MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`, which has given the model other"
-        ),
-        averaged.applied(),
-    ):
-        INSIDE[what](model, optimizer)
-    optimizer.zero_grad()
-    assert_same(states(model, optimizer), before)
-    assert_same(averaged.state_dict(), average)
-    step(model, optimizer, data[2])
 
 
 def average_on_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     model = make()
-    model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], device=CPU, world_size=2)
+    model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], world_size=2)
     averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
     for batch in batches(6)[rank::2]:
         step(model, optimizer, batch)

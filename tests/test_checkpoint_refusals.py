@@ -5,218 +5,178 @@ from __future__ import annotations
 import builtins
 import errno
 import io
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
-from protrain.checkpoint.loading import load_checkpoint
+from protrain import CheckpointError, load_checkpoint, save_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves, random_state
-from protrain.checkpoint.saving import save_checkpoint
-from protrain.common.errors import CheckpointError
-from tests.checkpoints import make_counting, make_expanded, make_model, make_run, plain_optimizer, rewrite, train
+from tests.checkpoints import make_counting, make_expanded, make_model, make_run, rewrite, train, wrapped
 
 
-def _sequential(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda inner: schedulers.SequentialLR(inner, [schedulers.ConstantLR(inner), then(inner)], [2])
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [value.detach() for value in (*model.parameters(), *model.buffers())]
 
 
-def _steps(inner: Any) -> Any:
-    return schedulers.StepLR(inner, 2)
+@contextmanager
+def refused(words: str, model: nn.Module) -> Iterator[pytest.ExceptionInfo[CheckpointError]]:
+    """A load inside is refused with ``words``, and changes neither ``model`` nor random numbers."""
+    before, drawn = [value.clone() for value in values_of(model)], random_state()
+    with pytest.raises(CheckpointError, match=words) as raised:
+        yield raised
+    assert all(map(torch.equal, values_of(model), before))
+    assert random_state() == drawn
 
 
-def _lambda(inner: Any) -> Any:
-    return schedulers.LambdaLR(inner, lambda step: 1 / (step + 1))
+def sequential(then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda optimizer: schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer), then(optimizer)], milestones=[2]
+    )
 
 
-def _exponential(inner: Any) -> Any:
-    return schedulers.ExponentialLR(inner, 0.9)
-
-
-def _one_cycle(inner: Any) -> Any:
-    return schedulers.OneCycleLR(inner, 0.1, total_steps=9)
+STEPS, EXPONENTIAL = partial(schedulers.StepLR, step_size=2), partial(schedulers.ExponentialLR, gamma=0.9)
+LAMBDA = partial(schedulers.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
+ONE_CYCLE = partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=9)
 
 
 @pytest.mark.parametrize(
     ("saved", "given", "words"),
     [
-        (_steps, _lambda, "StepLR, and LambdaLR was given"),
-        (_lambda, _sequential(_steps), r"LambdaLR, and SequentialLR\(ConstantLR, StepLR\) was given"),
-        (_lambda, _one_cycle, "LambdaLR, and OneCycleLR was given"),
-        (_sequential(_steps), _sequential(_exponential), r".*, StepLR\), and .*, ExponentialLR\) was given"),
-        (_sequential(_lambda), _sequential(_lambda), ""),
+        (STEPS, LAMBDA, "StepLR, and LambdaLR was given"),
+        (LAMBDA, sequential(STEPS), r"LambdaLR, and SequentialLR\(ConstantLR, StepLR\) was given"),
+        (LAMBDA, ONE_CYCLE, "LambdaLR, and OneCycleLR was given"),
+        (sequential(STEPS), sequential(EXPONENTIAL), r".*, StepLR\), and .*, ExponentialLR\) was given"),
     ],
 )
 def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, words: str) -> None:
     model, optimizer, _ = make_run(0)
-    save = save_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer.inner))
-    other, other_optimizer, _ = make_run(1)
-    scheduler = given(other_optimizer.inner)
-    if not words:
-        load_checkpoint(tmp_path, other, other_optimizer, scheduler=scheduler)
-        return
-    before, position = other.state_dict()["0.weight"].clone(), scheduler.state_dict()
-    with pytest.raises(CheckpointError, match=f"{save} holds the state of {words}; pass the scheduler it was saved"):
-        load_checkpoint(tmp_path, other, other_optimizer, scheduler=scheduler)
-    assert other.state_dict()["0.weight"].equal(before)
+    save = save_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer))
+    load_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer))
+    other, optimizer, _ = make_run(1)
+    scheduler = given(optimizer)
+    position = scheduler.state_dict()
+    with refused(f"{save} holds the state of {words}; pass the scheduler it was saved", other):
+        load_checkpoint(tmp_path, other, optimizer, scheduler=scheduler)
     assert scheduler.state_dict() == position
 
 
-def _flip(path: Path, at: int = -1) -> None:
+def flip(path: Path, at: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
+def unreadable(number: int, name: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Opening the file fails, as with root's rights no mode makes it."""
+
+    def damage(save: Path, patch: pytest.MonkeyPatch) -> None:
+        opened = io.open
+
+        def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
+            if path == save / name:
+                raise OSError(number, os.strerror(number), str(path))
+            return opened(path, *arguments, **options)
+
+        for module in (io, builtins):  # Path.open uses the first
+            patch.setattr(module, "open", refuse)
+
+    return damage
+
+
+STATE, BUFFERS = "state-00001.safetensors", "buffers.safetensors"
+CHANGED = f"{MANIFEST} is damaged: its checksum"
+NEWER = "has format 5, and this version of ProTrain reads format 4: load it with the version that wrote it"
+DENIED, BROKEN = os.strerror(errno.EACCES), os.strerror(errno.EIO)
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "words"),
     [
-        (lambda save: (save / "state-00001.safetensors").unlink(), "state-00001.safetensors is missing"),
-        (lambda save: os.truncate(save / "state-00001.safetensors", 100), "has 100 bytes instead of"),
-        (lambda save: _flip(save / "state-00001.safetensors"), "state-00001.safetensors is damaged: its checksum"),
-        (lambda save: _flip(save / "buffers.safetensors"), "buffers.safetensors is damaged: its checksum"),
-        (lambda save: _flip(save / "state-00001.safetensors", at=7), "state-00001.safetensors is damaged: "),
-        (lambda save: (save / MANIFEST).write_text('{"format": 4'), "checkpoint.json is damaged"),
-        (lambda save: (save / MANIFEST).write_text('{"format": 4}'), "checkpoint.json is damaged: its checksum"),
-        (lambda save: (save / MANIFEST).unlink(), "checkpoint.json is missing"),
+        (lambda save, _: (save / STATE).unlink(), f"{STATE} is missing"),
+        (lambda save, _: os.truncate(save / STATE, 100), "has 100 bytes instead of"),
+        (lambda save, _: flip(save / STATE), f"{STATE} is damaged: its checksum"),
+        (lambda save, _: flip(save / BUFFERS), f"{BUFFERS} is damaged: its checksum"),
+        (lambda save, _: flip(save / STATE, at=7), f"{STATE} is damaged: "),
+        (lambda save, _: (save / MANIFEST).write_text('{"format": 4'), f"{MANIFEST} is damaged"),
+        (lambda save, _: (save / MANIFEST).write_text('{"format": 4}'), CHANGED),
+        (lambda save, _: (save / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+        (lambda save, _: (save / MANIFEST).write_text('{"format": 5}'), NEWER),
+        (unreadable(errno.EACCES, MANIFEST), f"cannot read .*{MANIFEST}: {DENIED}"),
+        (unreadable(errno.EIO, BUFFERS), f"cannot read .*{BUFFERS}: {BROKEN}"),
     ],
 )
-def test_damage_is_named_before_anything_changes(tmp_path: Path, damage: Any, message: str) -> None:
+def test_damage_is_named_with_an_older_save_and_what_is_not_damaged_is_not_to_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any, words: str
+) -> None:
     model, optimizer, scheduler = make_run(0)
     for _ in range(2):
-        train(model, optimizer, scheduler, 1)
+        train(model, optimizer, scheduler)
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
-    train(model, optimizer, scheduler, 1)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    damage(tmp_path / "00002-step-2")
-    with pytest.raises(CheckpointError, match=message) as raised:
+    older, newest = list_saves(tmp_path)
+    train(model, optimizer, scheduler)
+    damage(newest, monkeypatch)
+    with refused(words, model) as raised:
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
-    assert str(tmp_path / "00002-step-2") in str(raised.value)
-    assert "00001-step-1" in str(raised.value), "the remedy names the older save"
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    load_checkpoint(tmp_path / "00001-step-1", model, optimizer, scheduler=scheduler)
-
-
-def test_a_save_of_a_newer_version_is_not_to_be_deleted(tmp_path: Path) -> None:
-    model, optimizer, _ = make_run(0)
-    for _ in range(2):
-        save_checkpoint(tmp_path, model, optimizer)
-    (list_saves(tmp_path)[-1] / MANIFEST).write_text('{"format": 5}')
-    words = "has format 5, and this version of ProTrain reads format 4: load it with the version that wrote it"
-    with pytest.raises(CheckpointError, match=words) as raised:
-        load_checkpoint(tmp_path, model, optimizer)
-    assert "delete" not in str(raised.value)
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
-@pytest.mark.parametrize("name", [MANIFEST, "buffers.safetensors"])
-def test_what_cannot_be_read_is_not_to_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
-    model, optimizer, _ = make_run(0)
-    for _ in range(2):
-        save_checkpoint(tmp_path, model, optimizer)
-    unreadable = list_saves(tmp_path)[-1] / name
-    opened = io.open
-
-    def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
-        if path == unreadable:
-            raise OSError(number, os.strerror(number), str(path))
-        return opened(path, *arguments, **options)
-
-    for module in (io, builtins):  # Path.open uses the first; root may read everything, whatever its mode
-        monkeypatch.setattr(module, "open", refuse)
-    with pytest.raises(CheckpointError, match=f"cannot read {unreadable}: {os.strerror(number)}") as raised:
-        load_checkpoint(tmp_path, model, optimizer)
-    assert "delete" not in str(raised.value)
+    assert str(newest) in str(raised.value)
+    is_whole = words == NEWER or words.startswith("cannot read")
+    assert ("delete" in str(raised.value), older.name in str(raised.value)) == (not is_whole, not is_whole)
+    load_checkpoint(older, model, optimizer, scheduler=scheduler)
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     model, optimizer, _ = make_run(0)
-    with pytest.raises(CheckpointError, match="nowhere does not exist"):
-        load_checkpoint(tmp_path / "nowhere", model, optimizer)
     (tmp_path / "run" / "checkpoints" / "00001-step-4").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="run holds no checkpoint; give the folder"):
-        load_checkpoint(tmp_path / "run", model, optimizer)
-    with pytest.raises(CheckpointError, match="holds no checkpoint; give the folder that save_checkpoint wrote to"):
-        load_checkpoint(tmp_path, model, optimizer)
+    for folder, words in {"nowhere": "nowhere does not exist", "run": "run holds no checkpoint; give the fol"}.items():
+        with refused(words, model):
+            load_checkpoint(tmp_path / folder, model, optimizer)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
-    train(model, optimizer, scheduler, 1)
+    train(model, optimizer, scheduler)
     save_checkpoint(tmp_path, model, optimizer)
-    with pytest.raises(CheckpointError, match="the state of no scheduler, and MultiStepLR was given"):
+    with refused("the state of no scheduler, and MultiStepLR was given", model):
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
-    deeper = nn.Sequential(*model, nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match=r"lacks the parameter '4.bias', which the model has"):
-        load_checkpoint(tmp_path, deeper, plain_optimizer(deeper))
-    wider = make_model(0, width=16)
-    with pytest.raises(CheckpointError, match=r"buffer '1.running_mean' is torch.float32 \[8\] there"):
-        load_checkpoint(tmp_path, wider, plain_optimizer(wider))
+    deeper, wider = nn.Sequential(*make_model(0), nn.Linear(2, 2)), make_model(0, width=16)
+    lacks, differs = r"lacks the parameter '4.bias'", r"buffer '1.running_mean' is torch.float32 \[8\] there"
+    for other, words in ((deeper, lacks), (wider, differs)):
+        training = wrapped(other)
+        with refused(words, training[0]):
+            load_checkpoint(tmp_path, *training)
 
 
-@pytest.mark.parametrize("width", [6, 4])
-def test_a_save_of_another_model_changes_nothing(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "n_groups", "words"), [(6, 1, "model: .* shape"), (4, 2, "optimizer: .* 1 ")])
+def test_a_save_of_another_training_changes_nothing(tmp_path: Path, width: int, n_groups: int, words: str) -> None:
     """The first layer is the same. Then a layer has another width, or the optimizer has another group."""
-    saved = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    save_checkpoint(tmp_path, saved, plain_optimizer(saved))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
-    optimizer = plain_optimizer(model)
-    if width == 4:
-        optimizer.inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    words = "of another model: .* shape" if width == 6 else "of another optimizer: the state has 1 groups"
-    with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(tmp_path, model, optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    saved, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, each)) for each in (4, width))
+    save_checkpoint(tmp_path, *wrapped(saved))
+    training = wrapped(other, n_groups)
+    with refused(f"of another {words}", training[0]):
+        load_checkpoint(tmp_path, *training)
 
 
 def test_a_buffer_with_less_room_than_the_save_needs_is_named(tmp_path: Path) -> None:
     model, optimizer = make_expanded([1.0, 2.0])
     model.register_buffer("mask", torch.arange(12.0).view(2, 3, 2))
     save_checkpoint(tmp_path, model, optimizer)
-    other, other_optimizer = make_expanded([0.0, 0.0])
-    with pytest.raises(CheckpointError, match=r"several values in buffer 'mask', .*: give it memory of its own"):
-        load_checkpoint(tmp_path, other, other_optimizer)
-    assert other.get_buffer("row").tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
-def test_random_states_are_checked_before_anything_changes(tmp_path: Path, generator: str) -> None:
-    model, optimizer, _ = make_run(0)
-    save = save_checkpoint(tmp_path, model, optimizer)
-    states = json.loads((save / MANIFEST).read_text())["random"][0]
-    python, numpy = states["python"]["__tuple__"], states["numpy"]["__tuple__"]
-    cut = {
-        "torch": {"__bytes__": states["torch"]["__bytes__"][:400]},
-        "python": {"__tuple__": [python[0], {"__tuple__": python[1]["__tuple__"][:5]}, python[2]]},
-        "numpy": {"__tuple__": [numpy[0], numpy[1][:5], *numpy[2:]]},
-    }
-    rewrite(save, random=[{**states, generator: cut[generator]}])
-    other, other_optimizer, _ = make_run(1)
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    drawn = random_state()
-    with pytest.raises(CheckpointError, match=f"{save} holds random states that cannot be set: .*; load another save"):
-        load_checkpoint(tmp_path, other, other_optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-    assert random_state() == drawn
+    other, optimizer = make_expanded([0.0, 0.0])
+    with refused(r"several values in buffer 'mask', .*: give it memory of its own", other):
+        load_checkpoint(tmp_path, other, optimizer)
 
 
 def test_what_a_save_lacks_is_named_where_the_model_has_it(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    save = save_checkpoint(tmp_path, model, plain_optimizer(model))
+    save = save_checkpoint(tmp_path, *wrapped(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))))
     counting, optimizer = make_counting()
-    before = {name: value.clone() for name, value in counting.named_parameters()}
-    with pytest.raises(CheckpointError, match=r"another model: it lacks the extra state of module '0'"):
+    with refused(r"another model: it lacks the extra state of module '0'", counting):
         load_checkpoint(tmp_path, counting, optimizer)
     rewrite(save, modules={"0": None, "1.0": None})
-    with pytest.raises(CheckpointError, match=r"it lacks the buffer or frozen parameter '0\.order', which"):
+    with refused(r"it lacks the buffer or frozen parameter '0\.order', which", counting):
         load_checkpoint(tmp_path, counting, optimizer)
-    assert all(value.equal(before[name]) for name, value in counting.named_parameters())

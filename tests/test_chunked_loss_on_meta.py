@@ -19,9 +19,8 @@ GPU = torch.device("cuda")  # the device that the traced models train on; it nee
 
 
 def _profile(model: nn.Module, batch: dict[str, Tensor], *, chunked: bool, dtype: torch.dtype) -> ModelProfile:
-    if not chunked:
-        return protrain.profile(model, batch, device="meta", dtype=dtype)
-    chunk_loss(model)
+    if chunked:
+        chunk_loss(model)
     return protrain.profile(model, batch, device="meta", dtype=dtype)
 
 

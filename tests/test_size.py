@@ -27,13 +27,6 @@ def test_files_count_in_their_package_and_docstrings_do_not(root: Path) -> None:
     assert (found["protrain"].statements, found["protrain"].nodes, found["protrain"].definitions) == (3, 10, 1)
 
 
-def test_folding_lines_or_statements_makes_nothing_smaller_by_nodes(tmp_path: Path) -> None:
-    (tmp_path / "plain.py").write_text("x = 1\ny = 2\n")
-    (tmp_path / "folded.py").write_text("x = 1; y = 2\n")
-    plain, folded = size_of(tmp_path / "plain.py"), size_of(tmp_path / "folded.py")
-    assert (plain.statements, plain.nodes) == (folded.statements, folded.nodes)
-
-
 def test_c_counts_by_the_ends_of_its_statements_and_not_by_its_comments(tmp_path: Path) -> None:
     (tmp_path / "one.c").write_text("// a; b;\nint f(int x) {\n    int y = x; return y; /* ; */\n}\n")
     size = size_of(tmp_path / "one.c")

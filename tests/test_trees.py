@@ -94,15 +94,3 @@ def test_objects_are_looked_into_and_copied(name: str) -> None:
     assert {id(tensor) for tensor in tensors_in(tree)} == {id(left), id(right)}, "the original is as it was"
     assert repr(tree) == before
     assert type(mapped[0]["object"]) is type(tree[0]["object"])
-
-
-def test_objects_that_cannot_be_copied_raise_their_own_error() -> None:
-    @dataclasses.dataclass
-    class Locked:
-        value: Tensor
-
-        def __reduce_ex__(self, _: Any) -> Any:
-            raise TypeError("it has a lock")
-
-    with pytest.raises(TypeError, match="it has a lock"):
-        map_leaves(lambda leaf: leaf, [Locked(tensors(1)[0])])

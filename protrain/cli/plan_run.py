@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from protrain.cli.imports import importing
-from protrain.cli.options import emit, in_options, print_result, write_record
+from protrain.cli.options import emit, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of, other_machines
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_step import ProfiledStep
@@ -28,7 +28,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
 from protrain.planning.answer import Alternative, Job, Machine
 from protrain.planning.prose import counted
-from protrain.profiler.kept_profiles import kept_answer
+from protrain.profiler.kept_profiles import kept, key_of
 from protrain.profiler.model_profile import ModelProfile
 
 _COUNTED_BATCHES = 8, 16  # which are counted if --batch is not given
@@ -84,7 +84,7 @@ class _Asked:
             return plan_trace.counted(step, show=show)
 
         if step not in self._counted:
-            self._counted[step] = kept_answer("profiles", ModelProfile, step.description(), count)
+            self._counted[step] = kept("profiles", ModelProfile, key_of(step.description()), count)
         return replace(self._counted[step], moment_dtype=self.args.moment_dtype)
 
     def _profile(self, batch: int, accumulation: int) -> ModelProfile:
@@ -163,7 +163,7 @@ class _Asked:
             return make()
         asked = {name: getattr(self.args, name) for name in _ASKED}
         description = {"what": what, "asked": asked, "step": self.step.description(), "on": self.hardware.to_dict()}
-        return kept_answer("answers", Answer, description, make)
+        return kept("answers", Answer, key_of(description), make)
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:
@@ -279,7 +279,7 @@ def _max_model(asked: _Asked) -> None:
         )
     largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}, batch {asked.step.batch}"
     title = wrapped(f"{Machine.of(asked.hardware)}\n{largest_model}", indent="  ")
-    emit(found, args, f"{title}\n{in_options(found.table())}")
+    emit(found, args, f"{title}\n{found.table()}")
 
 
 def _compare(args: argparse.Namespace) -> None:

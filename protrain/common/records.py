@@ -35,7 +35,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
+        """The record in ``data``. A ValueError names a field that is missing or unknown, or whose value is wrong."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
         fields = dataclasses.fields(cast(Any, cls))
@@ -89,6 +89,7 @@ class Record:
         return aligned(self.rows(), WIDTH)
 
 
+_BEYOND = 2**63  # the planner computes with 64-bit integers
 _hints: Any = functools.cache(get_type_hints)  # which take longer than the rest of reading a record
 
 
@@ -113,9 +114,11 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             known = ", ".join(hint)
             raise ValueError(f"{where} must be one of {known}, not {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where} must be {hint.__name__}, not {value!r}")
+    if isinstance(value, int | float) and not abs(value) < _BEYOND:  # nor is NaN
+        raise ValueError(f"{where} must be a finite number less than 2**63, not {value!r}")
     return value
 
 

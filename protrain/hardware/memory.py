@@ -51,6 +51,14 @@ def usable_cores() -> int:
     return max(1, int(min([allowed, *granted])))
 
 
+def update_threads(cores: int, *, beside_gpu: bool) -> int:
+    """The threads of the host's optimizer: all cores but two, or half of them where the CPU plays the device.
+
+    One of the two cores launches kernels. A thread that shared it would have all others wait for it.
+    """
+    return max(1, cores - 2 if beside_gpu else cores // 2)
+
+
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Every control group above this process that may limit ``controller``, and whether it is of version 1."""
     base = _ROOT / "sys/fs/cgroup"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import protrain
-from tests.distributed.training import DTYPES
+from tests.distributed.training import DTYPES, set_dropout
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, default_loss, states, wrap_under
 
@@ -25,10 +25,7 @@ FOURTH = Spec("none", "middle", (CKPT,), small=True, stream=True)
 
 def make() -> nn.Module:
     """A model without dropout. Its sizes are such that shards begin and end in the middle of rows."""
-    model = residual.make(width=37, depth=3)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    model = set_dropout(residual.make(width=37, depth=3), 0.0)
     model.get_parameter("enter.bias").requires_grad_(False)
     model.register_buffer("mark", torch.zeros(3))
     return model

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import Outcome, Training, on_rank, plain
+from tests.distributed.training import Outcome, Training, on_rank, plain, set_dropout
+from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -27,7 +28,7 @@ from tests.tiny_models import VOCABULARY, config_of
 
 transformers = pytest.importorskip("transformers")
 
-WIDTH, SEQUENCE = 32, 16
+WIDTH, SEQUENCE = 24, 16
 SPECS = (
     Spec("all", "all", (NONE,)),
     Spec("all", "least", (CKPT,)),
@@ -52,85 +53,58 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
 
 def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> None:
     """Losses, norms and states on ``size`` ranks, under all ``specs``, are those of the plain loop."""
-    expected = plain(training, size)
-    assert len({loss for losses in expected.losses for loss in losses}) > 1, "the plain loop does not train"
+    expected, count = plain(training, size), size * training.accumulate
+    assert len({loss for step in expected.steps for loss in step[:count]}) > 1, "the plain loop does not train"
     by_rank: list[list[Outcome]] = on_ranks(size, on_rank, size, training, specs)
     for rank, outcomes in enumerate(by_rank):
         for spec, outcome in zip(specs, outcomes, strict=True):
             where = f"rank {rank} under {spec}"
-            assert outcome.losses == [losses[rank::size] for losses in expected.losses], where
-            assert outcome.norms == expected.norms, where
+            assert outcome.steps == [[*step[rank:count:size], *step[count:]] for step in expected.steps], where
             assert_same(outcome.states, expected.states, where=where)
 
 
 # -- ranks that do not run the same units ------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 3 * WIDTH)
-        self.down = nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-class Tower(nn.Module):
-    """Blocks between parameters of the tower's own, as vision transformers have them."""
+class Tower(residual.Model):
+    """Blocks beside a parameter of the tower's own, as vision transformers have them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(8, WIDTH) * 0.1)
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        super().__init__(WIDTH, 3)
+        self.gain = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return x * self.gain
+        return super().forward(x) * self.gain
 
 
-class TextAndImages(nn.Module):
-    """A language model whose batches may come with an image for a tower of its own, which some ranks then skip."""
+class WithImages(residual.Model):
+    """A model whose batches may come with an image for a tower of its own, which some ranks then skip."""
 
-    def __init__(self, *, freeze: bool = False) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.bias = nn.Parameter(torch.zeros(4))
         self.tower = Tower()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        if freeze:
-            self.blocks.requires_grad_(False)
 
-    def forward(self, ids: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(ids)
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         if image is not None:
-            x = x + self.tower(image)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x) + self.bias
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+            x = x + self.tower(image).repeat(1, 2)
+        return super().forward(x) + self.bias
 
 
 def make_units(*, freeze: bool = False) -> nn.Module:
     with seeded():
-        return TextAndImages(freeze=freeze)
+        model = set_dropout(WithImages(), 0.0)
+    model.get_submodule("blocks").requires_grad_(not freeze)
+    return model
 
 
 def batches_of_units(count: int) -> list[dict[str, torch.Tensor]]:
     """The first has an image, some of the others have one, and there are steps in which no rank has one."""
     generator = torch.Generator().manual_seed(4)
-    found = []
-    for index in range(count):
-        batch = {"ids": torch.randint(0, VOCABULARY, (2, 8), generator=generator)}
-        if index % 3 == 0 or index % 7 == 1:
-            batch["image"] = torch.randn(2, 8, WIDTH, generator=generator)
-        found.append(batch)
+    found = [dict.fromkeys(("x", "image"), torch.randn(4, 8, generator=generator)) for _ in range(count)]
+    for index, batch in enumerate(found):
+        if index % 3 and index % 7 != 1:
+            del batch["image"]
     return found
 
 
@@ -179,7 +153,7 @@ def test_the_bits_of_the_plain_loop(name: str) -> None:
 def peak_on_rank(rank: int) -> tuple[int, int]:
     """The most device memory of steps of one of two ranks that update inside backward, and what was planned."""
     model, data = make_units(), batches_of_units(4)
-    how: dict[str, Any] = {"device": torch.device("cpu"), "tight": True, "world_size": 2, "step_during_backward": True}
+    how: dict[str, Any] = {"tight": True, "world_size": 2, "step_during_backward": True}
     wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], **how)
     for batch in data[rank::2]:
         default_loss(wrapped, batch).backward()

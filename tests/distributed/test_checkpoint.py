@@ -30,6 +30,7 @@ from tests.distributed.saves import (
     load_randoms,
     save_randoms,
 )
+from tests.distributed.training import step
 from tests.engine.harness import assert_same
 
 
@@ -174,9 +175,7 @@ def save_and_load(rank: int, folder: str) -> dict[str, int]:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device_memory": "1GiB", "host_memory": "2GiB", "progress": False}
     given = torch.optim.AdamW(model.parameters())
     model, optimizer = protrain.wrap(model, given, example_batch={"x": batch}, device="cpu", **how)
-    model(batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer, (batch,))
     return {
         "save": taken_bytes(lambda: protrain.save_checkpoint(folder, model, optimizer)),
         "load": taken_bytes(lambda: protrain.load_checkpoint(folder, model, optimizer)),

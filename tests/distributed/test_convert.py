@@ -95,7 +95,7 @@ def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:
     convert(tmp_path / "save", tmp_path / "dcp")
     convert(tmp_path / "dcp", tmp_path / "back")
     other, other_optimizer = make_counting()
-    with torch.no_grad():
+    with protrain.full_parameters(other), torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
     assert protrain.load_checkpoint(tmp_path / "back", other, other_optimizer) == {"epoch": 3}

@@ -44,8 +44,7 @@ def test_a_card_without_bf16_is_warned_of(monkeypatch: pytest.MonkeyPatch, dtype
     monkeypatch.setattr("protrain.validate.has_bf16", lambda device: False)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
     model = nn.Linear(8, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         protrain.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", dtype=dtype, progress=False)
     said = [str(each.message) for each in caught if "Tesla T4 has no units for bfloat16" in str(each.message)]
     assert len(said) == warns

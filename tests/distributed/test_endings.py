@@ -176,7 +176,6 @@ ENDS = {
         f"^The ranks are out of step: .*rank 1 has raised an exception in protrain.wrap: {FAILED}",
     ),
     "killed before it has a group": End(2, 1, partial(at_start, 0), die, DIED.format(1)),
-    "killed before the first of wrap": End(2, 0, partial(at_start, 1), die, DIED.format(0)),
     "killed before the last": End(3, 2, partial(at_start, 3), die, DIED.format(2)),
     "failed before the last": End(
         3, 0, partial(at_start, 3), fail, ERROR + f"rank 0 has raised .* in the start of a process group .*: {FAILED}"

@@ -16,6 +16,7 @@ from protrain.cli import trained
 from protrain.cli.main import main
 from tests.distributed.pool import import_in_pools, on_ranks
 from tests.distributed.test_bits import SPECS, batches, make
+from tests.distributed.training import step
 from tests.engine.harness import adamw, assert_same, wrap_under
 
 FILE_BYTES = 20_000  # so that the small model makes several files
@@ -24,20 +25,10 @@ FILE_BYTES = 20_000  # so that the small model makes several files
 def _trained(rank: int, size: int) -> tuple[Any, Any]:
     model = make("llama")
     own = batches(2 * size)[rank::size]
-    model, optimizer = wrap_under(
-        SPECS[2],
-        model,
-        adamw(model),
-        own[0],
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        world_size=size,
-        gradient_reduction="sum",
-    )
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "world_size": size, "gradient_reduction": "sum"}
+    model, optimizer = wrap_under(SPECS[2], model, adamw(model), own[0], **how)
     for batch in own:
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, batch)
     return model, optimizer
 
 
@@ -145,9 +136,7 @@ def wrapped(folder: str, ids: torch.Tensor) -> tuple[Any, Any]:
 def train(rank: int, folder: str) -> None:
     ids = torch.arange(16).view(2, 8) + rank
     model, optimizer = wrapped(folder, ids)
-    optimizer.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer, {"input_ids": ids, "labels": ids})
     protrain.save_checkpoint(f"{folder}/checkpoints", model, optimizer, base="source")
     protrain.export(model, f"{folder}/adapter")
     protrain.export(model, f"{folder}/merged", merge=True)

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import protrain
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import batches, make
-from tests.engine.harness import NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.distributed.training import step
+from tests.engine.harness import NONE, Spec, adamw, assert_same, states, wrap_under
 
-CPU = torch.device("cpu")
-MAKE = functools.partial(make, "llama")
+OFFLOADED = Spec("none", "all", (NONE,))
 
 
 def train(rank: int, in_pairs: bool, of_pair: int) -> tuple[list[float], dict[str, Tensor]]:
     """Two ranks train a model. If they are ``in_pairs``, ranks 0 and 2 train one, and ranks 1 and 3 another one."""
     options: dict[str, Any] = {}
     if in_pairs:
-        pairs, of_pair = [dist.new_group([0, 2]), dist.new_group([1, 3])], rank % 2
-        options["process_group"] = pairs[of_pair]
-    model, data = MAKE(), batches(8)[dist.get_rank(options.get("process_group")) :: 2]
+        of_pair = rank % 2
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "model"))
+        options["process_group"] = mesh["dp"].get_group()
+    model, data = make("llama"), batches(8)[dist.get_rank(options.get("process_group")) :: 2]
     how: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "progress": False, **options}
     wrapped, trainer = protrain.wrap(model, adamw(model, 1e-3 * (1 + of_pair)), example_batch=data[0], **how)
-    losses = [_step(wrapped, trainer, batch) for batch in data]
+    losses = [step(wrapped, trainer, batch) for batch in data]
     return losses, states(wrapped, trainer)
-
-
-def _step(model: Any, optimizer: Any, batch: Any) -> float:
-    loss = default_loss(model, batch)
-    loss.backward()
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 @pytest.mark.slow
@@ -57,11 +48,9 @@ def host_bytes(rank: int, local: int) -> int:
     """The host memory that a rank plans with, where ``local`` of four ranks share a node."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(local))
-        model = MAKE()
-        memory: dict[str, Any] = {"device_memory": "1GiB", "host_memory": "1GiB"}
-        _, trainer = protrain.wrap(
-            model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False, **memory
-        )
+        model = make("llama")
+        how: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "host_memory": "1GiB", "progress": False}
+        _, trainer = protrain.wrap(model, adamw(model), example_batch=batches(1)[0], **how)
         return trainer.hardware.host_bytes
 
 
@@ -72,14 +61,14 @@ def test_the_ranks_of_a_node_share_its_host_memory(local: int) -> None:
 
 def traffic(rank: int, size: int, spec: Spec) -> tuple[int, int, int, int, int]:
     """Bytes of two steps after the first: uploaded, received and sent; and elements of weights and of gradients."""
-    model = MAKE()
+    model = make("llama")
     data = batches(3 * size)[rank::size]
-    wrapped, trainer = wrap_under(spec, model, adamw(model), data[0], device=CPU, world_size=size)
-    _step(wrapped, trainer, data[0])
+    wrapped, trainer = wrap_under(spec, model, adamw(model), data[0], world_size=size)
+    step(wrapped, trainer, data[0])
     trainer.state_dict()  # it waits for all updates, and so for the uploads that follow them
     before = trainer.report()
     for batch in data[1:]:
-        _step(wrapped, trainer, batch)
+        step(wrapped, trainer, batch)
     trainer.state_dict()
     after = trainer.report()
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -90,11 +79,10 @@ def traffic(rank: int, size: int, spec: Spec) -> tuple[int, int, int, int, int]:
 
 @pytest.mark.slow
 def test_what_crosses_the_links() -> None:
-    offloaded = Spec("none", "all", (NONE,))
-    alone, *_, count, _ = traffic(0, 1, offloaded)
+    alone, *_, count, _ = traffic(0, 1, OFFLOADED)
     assert alone == pytest.approx(2 * 4 * count, rel=0.02), "all weights of two steps in fp32, and their padding"
     for size in (2, 4):
-        for uploaded, received, sent, elements, n_chunks in on_ranks(size, traffic, size, offloaded):
+        for uploaded, received, sent, elements, n_chunks in on_ranks(size, traffic, size, OFFLOADED):
             padding = n_chunks * 128 * size * 4 * 2
             assert abs(uploaded - alone / size) <= padding, "a rank uploads its own shard alone"
             whole = 2 * elements * 4 * (size - 1) / size  # of two steps in fp32, from or to the others
@@ -106,16 +94,12 @@ def test_what_crosses_the_links() -> None:
 
 def traced(rank: int, folder: Path) -> int:
     """Two traced steps. Returns the number of chunks."""
-    model = functools.partial(make, "gpt2")()
+    model = make("gpt2")
     data = batches(4)[rank::2]
-    wrapped, optimizer = wrap_under(
-        Spec("none", "all", (NONE,)), model, adamw(model), data[0], device=torch.device("cpu"), world_size=2
-    )
+    wrapped, optimizer = wrap_under(OFFLOADED, model, adamw(model), data[0], world_size=2)
     with protrain.trace(optimizer, folder / "trace.json", kernels=False):
         for batch in data:
-            default_loss(wrapped, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(wrapped, optimizer, batch)
     return optimizer.plan.n_chunks
 
 

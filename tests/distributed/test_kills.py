@@ -48,7 +48,7 @@ def test_a_rank_is_killed_or_stopped_while_it_saves(tmp_path: Path) -> None:
     undisturbed, saves = Training(0, 1, SECOND), tmp_path / "saves"
     saves.mkdir()
     states = [undisturbed.states()]
-    for moment, number in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)):
+    for moment, number in enumerate(SAID):
         printed, before = tmp_path / str(moment), list_saves(saves)[-1:]
         printed.mkdir()
         timeout = timedelta(seconds=TIMEOUT_S) if number == signal.SIGSTOP else None

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import protrain
 from tests.distributed.apart import Group
 from tests.distributed.test_out_of_step import error_of
+from tests.distributed.training import step
 from tests.engine import residual
-from tests.engine.harness import adamw, default_loss
+from tests.engine.harness import adamw
 
 
 def in_ddp(model: nn.Module) -> nn.Module:
@@ -99,9 +100,7 @@ def run(order: Order, rank: int, folder: Path) -> None:
         start()
     model = order.after(model)
     for _ in range(2):
-        default_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, batch)
 
 
 def run_all(rank: int, size: int, folder: Path) -> None:

@@ -52,7 +52,7 @@ def wrapped(*, depth: int = 3, fails: str = "", **options: Any) -> tuple[nn.Modu
     """A model whose second block ``fails`` in forward or backward."""
     model = residual.make(width=16, depth=depth)
     vars(model.get_submodule("blocks.1"))["fails"] = fails
-    usual = {"example_batch": residual.batches(1)[0], "device": "cpu", "device_memory": "64MiB", "progress": False}
+    usual = {"example_batch": residual.batches(1)[0], "device": "cpu", "device_memory": "4GiB", "progress": False}
     return protrain.wrap(model, adamw(model), **(usual | options))
 
 

@@ -24,6 +24,7 @@ from tests.engine.harness import FEW_PLANS, PLANS, Spec, adamw, default_loss, wr
 from tests.engine.plain_loop import prepare_plain
 
 WORDS, WIDTH, ROWS = 32, 16, 4
+EXAMPLE = (torch.zeros(ROWS, 6, dtype=torch.int64),)
 ROOT = Path(__file__).parents[2]
 
 
@@ -163,15 +164,12 @@ def train(rank: int, script: Callable[[Loop], None], spec: Spec) -> list[str]:
             {"params": model.head.parameters(), "lr": 3e-2},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        example = torch.zeros(ROWS, 6, dtype=torch.int64)
-        cpu = torch.device("cpu")
         trained: Any
         if wraps:
-            trained = wrap_under(spec, model, optimizer, (example,), device=cpu, world_size=2)
+            trained = wrap_under(spec, model, optimizer, EXAMPLE, world_size=2)
         else:
-            trained = prepare_plain(model, optimizer, device=cpu, dtype=torch.float32)
-        model, optimizer = trained
-        loop = Loop(model, optimizer, rank)
+            trained = prepare_plain(model, optimizer, device=torch.device("cpu"), dtype=torch.float32)
+        loop = Loop(trained[0], trained[1], rank)
         script(loop)
         loops.append(loop)
     plain, wrapped = loops
@@ -227,10 +225,7 @@ REFUSED: dict[str, tuple[Callable[[Loop], None], str]] = {
 def error_of(rank: int, name: str) -> str:
     """The error of a script that both ranks run."""
     model = Model()
-    example, cpu = torch.zeros(ROWS, 6, dtype=torch.int64), torch.device("cpu")
-    trained = wrap_under(
-        FEW_PLANS[0], model, torch.optim.AdamW(model.parameters()), (example,), device=cpu, world_size=2
-    )
+    trained = wrap_under(FEW_PLANS[0], model, adamw(model), EXAMPLE, world_size=2)
     with pytest.raises(protrain.MisuseError) as raised:
         REFUSED[name][0](Loop(*trained, rank))
     trained[1].zero_grad()
@@ -248,7 +243,7 @@ def test_a_script_that_both_ranks_refuse(name: str) -> None:
 
 def pretrain(rank: int, folder: str) -> list[float]:
     script = runpy.run_path(str(ROOT / "examples/pretrain.py"))
-    options = ["--device", "cpu", "--steps", "3", "--micro-batches", "2", "--folder", folder]
+    options = ["--device", "cpu", "--steps", "2", "--micro-batches", "2", "--folder", folder]
     losses: list[float] = script["main"](options)
     return losses
 
@@ -279,7 +274,7 @@ def generated(model: Any, rank: int, end: int | None, **way: Any) -> Tensor:
 
 def generate_and_train(rank: int, spec: Spec, ends: list[int | None]) -> tuple[list[Tensor], float]:
     model, data = bits.make("llama"), bits.batches(2)
-    wrapped, _ = wrap_under(spec, model, adamw(model), data[0], device=torch.device("cpu"), world_size=2)
+    wrapped, _ = wrap_under(spec, model, adamw(model), data[0], world_size=2)
     tokens = [generated(wrapped, rank, end, **way) for way in ({}, {"synced_gpus": False}) for end in ends]
     loss = default_loss(wrapped, data[rank])
     loss.backward()

@@ -18,17 +18,14 @@ from protrain import wrapping
 from protrain.common.tables import format_bytes
 from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
+from tests.distributed.training import set_dropout, step
 from tests.engine import residual
-from tests.engine.harness import adamw, assert_same, default_loss, seeded
+from tests.engine.harness import adamw, assert_same, seeded
 from tests.tiny_models import LLAMA
 
 
 def make(*, dropout: float = 0.0) -> nn.Module:
-    model = residual.make(width=256, depth=3)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-    return model
+    return set_dropout(residual.make(width=256, depth=3), dropout)
 
 
 def batch(seed: int) -> Any:
@@ -42,8 +39,7 @@ def wrap(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
 
 def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example: bool) -> list[str]:
     """The warnings of wrap and two steps. Each rank has a seed for its batch, and one for dropout."""
-    with warnings.catch_warnings(record=True) as caught, seeded():
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught, seeded():
         data, choices = seeds[rank]
         model, optimizer = wrap(make(dropout=dropout), **({} if example else {"example_batch": None}))
         torch.manual_seed(choices)
@@ -53,9 +49,7 @@ def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example:
                 model(*batch(7))  # evaluation on the same batches is usual
             model.train()
         for _ in range(2):
-            default_loss(model, batch(data)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, batch(data))
     return [str(each.message) for each in caught]
 
 
@@ -84,8 +78,7 @@ def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
     """Wrap a model that each rank has built. Returns the warnings, and the error."""
     with protrain.empty_parameters() if empty else nullcontext():
         model = make()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             wrap(model, host_memory=host_memory)
         except ValueError as error:
@@ -111,8 +104,7 @@ def test_whole_models_in_every_process() -> None:
 
 def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
     """Wrap a model without weights where so much host memory is free. Returns what the plan takes, and the warnings."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True, action="always") as caught:
         if free is not None:
             patch.setattr(wrapping, "available_host_bytes", lambda: free)
         with protrain.empty_parameters():
@@ -178,27 +170,6 @@ def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first() -
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
-
-
-def train_in_mesh(rank: int) -> tuple[list[float], list[float]]:
-    """Losses of training in the default group, and in the only dimension of a mesh."""
-    found = []
-    for group in (None, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()):
-        with seeded():
-            model, optimizer = wrap(make(), process_group=group)
-        losses = []
-        for step in range(3):
-            losses.append(default_loss(model, batch(2 * step + rank)))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([loss.item() for loss in losses])
-    return found[0], found[1]
-
-
-def test_the_group_of_a_mesh() -> None:
-    (mine, meshed), (others, _) = on_ranks(2, train_in_mesh)
-    assert mine == meshed != others
 
 
 def refused(rank: int, what: str) -> str:

@@ -22,6 +22,13 @@ CPU = "cpu"
 MEMORY = {CPU: ("0.25MiB", "64MiB"), "cuda": ("256MiB", "2GiB")}  # on a CPU the first holds a part of the states
 
 
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer would copy the model to every GPU that the process sees."""
+    visible = min(torch.cuda.device_count(), 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

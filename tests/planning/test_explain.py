@@ -13,10 +13,10 @@ from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.answer import Job, alternatives, others_of
 from protrain.planning.plan import Counts
 from protrain.planning.ranges import Change
-from protrain.planning.rates import slower_share, with_host
+from protrain.planning.rates import slower_share
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.machines import H100
+from tests.planning.machines import H100, with_host
 from tests.planning.models import equal_blocks, profile_of
 
 MIB = 1024**2

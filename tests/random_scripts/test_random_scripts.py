@@ -12,8 +12,7 @@ from tests.random_scripts import between, steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
 from tests.random_scripts.draw import Action, told
 from tests.random_scripts.models import DEPTH
-from tests.random_scripts.plain_side import Plain
-from tests.random_scripts.sides import Case, Side, Wrapped
+from tests.random_scripts.sides import Case, Wrapped
 
 _CASE = Case("residual", torch.float32, PLANS[8], inside=False)
 _LOSS = {"kind": "usual", "seed": 0, "size": 8, "block": 0}
@@ -40,7 +39,7 @@ def test_more_scripts(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (10, 2), (20, 3)])
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (10, 3)])
 def test_scripts_on_ranks(seed: int, ranks: int) -> None:
     for each in range(seed, seed + 10):
         run(each, ranks)
@@ -100,13 +99,6 @@ def test_every_backward(name: str) -> None:
     assert compare(Case("tied", torch.bfloat16, spec, inside=False, accumulation=4), script) == []
 
 
-@pytest.mark.parametrize("plan", [9, 14], ids=["recomputed", "recomputed from offloaded inputs"])
-@pytest.mark.parametrize("what", range(9))
-def test_what_changes_between_two_forwards_of_a_loss(what: int, plan: int) -> None:
-    script: list[Action] = [(steps.backward, {**_LOSS, "kind": "switched", "seed": what}), (steps.step_and_zero, {})]
-    assert compare(Case("adapted", torch.float32, PLANS[plan], inside=False), script) == []
-
-
 @pytest.mark.parametrize("spec", [PLANS[0], PLANS[9]], ids=str)
 def test_a_backward_whose_gradients_are_all_dropped_counts_for_nothing(spec: Spec) -> None:
     dropped: list[Action] = [("drop_gradient", {"index": index}) for index in range(4 + 6 * DEPTH)]
@@ -115,14 +107,16 @@ def test_a_backward_whose_gradients_are_all_dropped_counts_for_nothing(spec: Spe
     assert compare(Case("residual", torch.bfloat16, spec, inside=False), script) == []
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "replaced", "foreach", "init", "rows", "out"])
-def test_every_edit_outside_of_full_parameters_is_refused_and_changes_nothing(how: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "spec"), zip((torch.float32, torch.bfloat16, torch.float16), FEW_PLANS[:3], strict=True), ids=str
+)
+def test_every_edit_outside_of_full_parameters_is_refused_and_changes_nothing(dtype: torch.dtype, spec: Spec) -> None:
     """Before a step, before backward, and before the update."""
-    edit: Action = ("edit_outside", {"index": 5, "how": how})
-    script: list[Action] = [edit, (steps.forward_for_later, _LOSS), edit]
-    script += [(steps.backward_of_pending, {"last": True, "retained": False}), edit, (steps.step_and_zero, {}), edit]
-    for dtype, spec in zip((torch.float32, torch.bfloat16, torch.float16), FEW_PLANS, strict=False):
-        assert compare(Case("residual", dtype, spec, inside=False), script) == []
+    ways = "in place", "data", "replaced", "foreach", "init", "rows", "out"
+    edits: list[Action] = [("edit_outside", {"index": 5, "how": how}) for how in ways]
+    script: list[Action] = [*edits, (steps.forward_for_later, _LOSS), *edits]
+    script += [(steps.backward_of_pending, {"last": True, "retained": False}), *edits, (steps.step_and_zero, {})]
+    assert compare(Case("residual", dtype, spec, inside=False), [*script, *edits]) == []
 
 
 def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,17 +145,6 @@ def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatc
         compare(_CASE, [(clip, {"max_norm": 1.0}), refused[1]])
 
 
-@pytest.mark.parametrize(("side", "words"), [(Wrapped, "only the wrapped model"), (Plain, "only the plain loop")])
-def test_an_error_of_one_side_is_seen(side: type[Side], words: str) -> None:
-    def fail(found: Any) -> list[Any]:
-        if isinstance(found, side):
-            raise RuntimeError("an error")
-        return []
-
-    with pytest.raises(DiffersError, match=f"0 fail.*{words} fails: an error"):
-        compare(_CASE, [(fail, {})])
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -174,13 +157,6 @@ def test_after_a_backward_that_ranks_have_refused(script: list[Action]) -> None:
     case = Case("tied", torch.float32, PLANS[0], inside=True, ranks=2)
     refused = compare(case, script)
     assert refused[0].startswith("0 ")
-
-
-def test_a_backward_that_ranks_refuse_updates_nothing_by_what_came_before_it() -> None:
-    case = Case("residual", torch.float32, PLANS[0], inside=True, ranks=2, accumulation=2)
-    refused = compare(case, [(steps.backward_no_sync, _LOSS), (steps.backward, {**_LOSS, "kind": "two"})])
-    assert len(refused) == 1
-    assert refused[0].startswith("1 ")
 
 
 @pytest.mark.parametrize("then", [(steps.step, {}), (steps.clip, {"max_norm": 0.1}), (steps.backward, _LOSS)])

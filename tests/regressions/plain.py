@@ -21,6 +21,7 @@ ON_DEVICE, OFFLOADED = "on the device", "offloaded"
 both_plans = pytest.mark.parametrize("plan", [ON_DEVICE, OFFLOADED])
 WIDTH = 16
 Make = Callable[[], nn.Module]
+Script = Callable[[Any, Any], Any]
 _plans: dict[str, protrain.Plan] = {}  # that wrap has found, by model and options
 
 
@@ -144,10 +145,23 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(ours[name], value), f"{name}: {ours[name]}, not {value}"
 
 
-def check(script: Callable[[Any, Any], Any], plan: str, make: Make = Blocks, **options: Any) -> None:
+def check(script: Script, plan: str, make: Make = Blocks, **options: Any) -> None:
     """``script`` finds and leaves the same bits under ``plan`` as in the plain loop."""
     found = []
     for model, optimizer in (plain(make), wrapped(plan, make, **options)):
         torch.manual_seed(1)
         found.append((script(model, optimizer), left(model, optimizer)))
     assert_same(found[1], found[0])
+
+
+def same_bits(make: Make = Blocks, **options: Any) -> Callable[[Script], Callable[[str], None]]:
+    """Make a test of the script below, which must find and leave the bits of the plain loop under both plans."""
+
+    def test_of(script: Script) -> Callable[[str], None]:
+        @both_plans
+        def test(plan: str) -> None:
+            check(script, plan, make, **options)
+
+        return test
+
+    return test_of

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import protrain
+from tests.distributed.apart import Group
 from tests.regressions.plain import OFFLOADED, ON_DEVICE, assert_same, both_plans, left, rows, train, wrapped
-from tests.regressions.ranks import processes
 
 
 def saves(folder: Path) -> list[str]:
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_the_earlier_save(plan: str, tmp_path: Path) -> None:
     assert_same(left(model, optimizer), before)
 
 
-def save_until_killed(folder: Path) -> None:
+def save_until_killed(rank: int, size: int, folder: Path) -> None:
     """A process that is killed as soon as its second save writes to ``folder``."""
     model, optimizer = wrapped(ON_DEVICE)
     train(model, optimizer)
@@ -177,18 +177,18 @@ def save_until_killed(folder: Path) -> None:
         protrain.save_checkpoint(folder, model, optimizer)
 
 
+@pytest.mark.xdist_group("ranks")  # whose processes are forked from one that has imported everything
 def test_a_killed_save_leaves_one_that_loads(tmp_path: Path) -> None:
     """A process that is killed while it saves leaves the save before it, or a whole one."""
-    process = processes().Process(target=save_until_killed, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    with Group(1, save_until_killed, tmp_path / "saves", folder=tmp_path) as group:
+        (ending,) = group.endings([0]).values()
+    assert ending.status == -signal.SIGKILL, ending.text
     model, optimizer = wrapped(ON_DEVICE)
-    protrain.load_checkpoint(tmp_path, model, optimizer)
+    protrain.load_checkpoint(tmp_path / "saves", model, optimizer)
     assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} <= {2, 4}
     assert train(model, optimizer, 1, seed=7)
-    protrain.save_checkpoint(tmp_path, model, optimizer)
-    assert all(name[0] == "0" for name in saves(tmp_path)), "what the killed process left is gone"
+    protrain.save_checkpoint(tmp_path / "saves", model, optimizer)
+    assert all(name[0] == "0" for name in saves(tmp_path / "saves")), "what the killed process left is gone"
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_read_like_any_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
-from tests.regressions.plain import WIDTH, Blocks, both_plans, check, rows, train, wrapped
+from tests.regressions.plain import WIDTH, Blocks, both_plans, rows, same_bits, train, wrapped
 
 FIRST = "blocks.0.0.weight"
 
@@ -34,11 +34,10 @@ def accumulated(model: nn.Module, optimizer: Any) -> list[float]:
     return values
 
 
-@both_plans
-@pytest.mark.parametrize("speculates", [False, True])
-def test_a_step_of_several_batches_adds_up_all_of_them(plan: str, speculates: bool) -> None:
+@same_bits(accumulation=3, plans={"n_speculate": 4})
+def test_a_step_of_several_batches_adds_up_all_of_them(model: nn.Module, optimizer: Any) -> list[float]:
     """A chunk with a speculative update could be updated by the sum of all batches but the last."""
-    check(accumulated, plan, accumulation=3, plans={"n_speculate": 4 if speculates else 0})
+    return accumulated(model, optimizer)
 
 
 @both_plans
@@ -53,114 +52,86 @@ def test_a_backward_more_than_was_planned_is_refused_and_the_step_goes_on(plan: 
     assert optimizer.clip_grad_norm_(0.1).item() == expected[3]
 
 
-@both_plans
-@pytest.mark.parametrize("speculates", [False, True])
-def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(plan: str, speculates: bool) -> None:
+@same_bits(plans={"n_speculate": 4})
+def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(model: nn.Module, optimizer: Any) -> list[float]:
     """``parameter.grad = None`` of some parameters was refused by step()."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        values = train(model, optimizer)
-        for seed in (2, 3):
-            model(rows(seed)).square().mean().backward()
-            model.get_parameter(FIRST).grad = None
-            assert model.get_parameter(FIRST).grad is None
-            values.append(optimizer.clip_grad_norm_(0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*values, *train(model, optimizer)]
-
-    check(script, plan, plans={"n_speculate": 4 if speculates else 0})
-
-
-@both_plans
-def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str) -> None:
-    """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        for seed in range(2):
-            model(rows(seed)).square().mean().backward()
-            x = rows(seed + 7).requires_grad_()
-            found += torch.autograd.grad(model(x).sum(), [x])
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    check(script, plan)
-
-
-@both_plans
-def test_a_gradient_penalty_trains(plan: str) -> None:
-    """A loss that holds a gradient: its second derivatives are those of the plain loop."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        values = []
-        for seed in range(2):
-            x = rows(seed).requires_grad_()
-            loss = model(x).square().mean()
-            (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
-            total = loss + gradient.square().sum()
-            total.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(total.item())
-        return values
-
-    check(script, plan)
-
-
-@both_plans
-def test_a_batch_of_gradients_is_taken_through_dropout(plan: str) -> None:
-    """is_grads_batched=True and torch.func.vmap failed where a recomputed block draws random numbers."""
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())
-
-    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
-        x = rows().requires_grad_()
-        output = model(x)
-        each = torch.eye(WIDTH)[:3, None].expand(3, *output.shape)
-        found = list(torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True))
-        found += [torch.func.vmap(lambda e: torch.autograd.grad(output, x, e, retain_graph=True)[0])(each)]
-        output.square().mean().backward()
+    values = train(model, optimizer)
+    for seed in (2, 3):
+        model(rows(seed)).square().mean().backward()
+        model.get_parameter(FIRST).grad = None
+        assert model.get_parameter(FIRST).grad is None
+        values.append(optimizer.clip_grad_norm_(0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-        return found
-
-    check(script, plan, lambda: Blocks(block))
+    return [*values, *train(model, optimizer)]
 
 
-@both_plans
-def test_a_hook_on_several_gradients_is_called_with_all_of_them(plan: str) -> None:
+@same_bits()
+def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
+    found: list[Tensor] = []
+    for seed in range(2):
+        model(rows(seed)).square().mean().backward()
+        x = rows(seed + 7).requires_grad_()
+        found += torch.autograd.grad(model(x).sum(), [x])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@same_bits()
+def test_a_gradient_penalty_trains(model: nn.Module, optimizer: Any) -> list[float]:
+    """A loss that holds a gradient: its second derivatives are those of the plain loop."""
+    values = []
+    for seed in range(2):
+        x = rows(seed).requires_grad_()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+        total = loss + gradient.square().sum()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(total.item())
+    return values
+
+
+@same_bits(lambda: Blocks(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())))
+def test_a_batch_of_gradients_is_taken_through_dropout(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """is_grads_batched=True and torch.func.vmap failed where a recomputed block draws random numbers."""
+    x = rows().requires_grad_()
+    output = model(x)
+    each = torch.eye(WIDTH)[:3, None].expand(3, *output.shape)
+    found = list(torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True))
+    found += [torch.func.vmap(lambda e: torch.autograd.grad(output, x, e, retain_graph=True)[0])(each)]
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+@same_bits()
+def test_a_hook_on_several_gradients_is_called_with_all_of_them(model: nn.Module, optimizer: Any) -> list[Any]:
     """register_multi_grad_hook and get_gradient_edge failed for a parameter of a wrapped model."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Any] = []
-        parameters = [model.get_parameter(FIRST), model.get_parameter("blocks.3.2.bias")]
-        handle = register_multi_grad_hook(parameters, lambda gradients: seen.extend(g.clone() for g in gradients))
-        losses = train(model, optimizer)
-        handle.remove()
-        edge = get_gradient_edge(parameters[0])
-        seen += torch.autograd.grad(model(rows()).square().mean(), [edge])
-        assert len(seen) == 5
-        return [*losses, *seen]
-
-    check(script, plan)
+    seen: list[Any] = []
+    parameters = [model.get_parameter(FIRST), model.get_parameter("blocks.3.2.bias")]
+    handle = register_multi_grad_hook(parameters, lambda gradients: seen.extend(g.clone() for g in gradients))
+    losses = train(model, optimizer)
+    handle.remove()
+    edge = get_gradient_edge(parameters[0])
+    seen += torch.autograd.grad(model(rows()).square().mean(), [edge])
+    assert len(seen) == 5
+    return [*losses, *seen]
 
 
-@both_plans
-def test_a_hook_behind_the_gradient_changes_what_the_step_uses(plan: str) -> None:
+@same_bits()
+def test_a_hook_behind_the_gradient_changes_what_the_step_uses(model: nn.Module, optimizer: Any) -> list[Any]:
     """A hook of register_post_accumulate_grad_hook clamps the gradient, and reads all of it."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        seen: list[Tensor] = []
-        for name in (FIRST, "blocks.2.2.bias"):
-            parameter = model.get_parameter(name)
-            parameter.register_post_accumulate_grad_hook(clamp)
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        return [*train(model, optimizer), *seen]
-
-    check(script, plan)
+    seen: list[Tensor] = []
+    for name in (FIRST, "blocks.2.2.bias"):
+        parameter = model.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(clamp)
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    return [*train(model, optimizer), *seen]
 
 
 @both_plans
@@ -176,33 +147,25 @@ def test_a_hook_behind_the_gradient_meets_no_second_backward_of_a_step(plan: str
     assert optimizer.clip_grad_norm_(1.0) == expected[1].clip_grad_norm_(1.0)
 
 
-@both_plans
-def test_a_loss_of_weights_alone_calls_hooks(plan: str) -> None:
+@same_bits()
+def test_a_loss_of_weights_alone_calls_hooks(model: nn.Module, optimizer: Any) -> list[float]:
     """Where the loss is made of weights alone, hooks behind the gradient failed."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        seen: list[float] = []
-        weight = model.get_parameter(FIRST)
-        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
-        weight.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [*seen, *train(model, optimizer)]
-
-    check(script, plan)
+    seen: list[float] = []
+    weight = model.get_parameter(FIRST)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    weight.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*seen, *train(model, optimizer)]
 
 
-@both_plans
-@pytest.mark.parametrize("how", ["to", "type_as", "view_as"])
-def test_a_parameter_of_the_same_type_and_shape_has_its_values(plan: str, how: str) -> None:
+@same_bits()
+def test_a_parameter_of_the_same_type_and_shape_has_its_values(model: nn.Module, optimizer: Any) -> list[Any]:
     """p.to(p), p.type_as(p) and p.view_as(p) outside forward returned memory that nothing had written."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        values = train(model, optimizer, 1)
-        weight = model.get_parameter(FIRST)
-        return [*values, getattr(weight, how)(weight).detach().clone(), *train(model, optimizer)]
-
-    check(script, plan)
+    values = train(model, optimizer, 1)
+    weight = model.get_parameter(FIRST)
+    found = [each.detach().clone() for each in (weight.to(weight), weight.type_as(weight), weight.view_as(weight))]
+    return [*values, *found, *train(model, optimizer)]
 
 
 @both_plans
@@ -218,34 +181,28 @@ def test_zeros_in_place_of_a_gradient_do_not_move_a_weight_without_a_word(plan: 
     assert train(model, optimizer) == train(*wrapped(plan))
 
 
-@both_plans
-def test_clipping_in_inference_mode_is_clipping(plan: str) -> None:
+@same_bits(accumulation=2)
+def test_clipping_in_inference_mode_is_clipping(model: nn.Module, optimizer: Any) -> list[float]:
     """Clipping in torch.inference_mode() once made later steps outside of it fail."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        norms = []
-        for inference in (True, False, True):
-            for seed in range(2):
-                model(rows(seed)).square().mean().backward()
-            with torch.inference_mode(inference):
-                norms.append(optimizer.clip_grad_norm_(0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return norms
-
-    check(script, plan, accumulation=2)
-
-
-@both_plans
-def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(plan: str) -> None:
-    """Without an example batch, zero_grad() left gradients that a call of a part of the model had brought."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        model.get_submodule("blocks.1")(rows()).sum().backward()
+    norms = []
+    for inference in (True, False, True):
+        for seed in range(2):
+            model(rows(seed)).square().mean().backward()
+        with torch.inference_mode(inference):
+            norms.append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
         optimizer.zero_grad()
-        return train(model, optimizer)
+    return norms
 
-    check(script, plan, late=True)
+
+@same_bits(late=True)
+def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(
+    model: nn.Module, optimizer: Any
+) -> list[float]:
+    """Without an example batch, zero_grad() left gradients that a call of a part of the model had brought."""
+    model.get_submodule("blocks.1")(rows()).sum().backward()
+    optimizer.zero_grad()
+    return train(model, optimizer)
 
 
 @both_plans

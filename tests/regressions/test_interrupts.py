@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, train, wrapped
+from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, same_bits, train, wrapped
 
 both_errors = pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 
@@ -57,23 +57,21 @@ def test_the_training_goes_on_after_an_error_in_a_block(plan: str, error: type[B
     check(script, plan)
 
 
-@both_plans
-def test_a_backward_after_one_that_failed_adds_to_what_that_has_brought(plan: str) -> None:
+@same_bits(accumulation=2)
+def test_a_backward_after_one_that_failed_adds_to_what_that_has_brought(
+    model: nn.Module, optimizer: Any
+) -> list[float]:
     """A backward that had failed made the next one leave out gradients or updates of some parameters."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        first, second = model(rows(1)).square().mean(), model(rows(2)).square().mean()
-        handle = model.get_parameter("blocks.1.2.bias").register_hook(raising(ArithmeticError))
-        with pytest.raises(ArithmeticError):
-            first.backward()
-        handle.remove()
-        model.zero_grad()
-        second.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return train(model, optimizer)
-
-    check(script, plan, accumulation=2)
+    first, second = model(rows(1)).square().mean(), model(rows(2)).square().mean()
+    handle = model.get_parameter("blocks.1.2.bias").register_hook(raising(ArithmeticError))
+    with pytest.raises(ArithmeticError):
+        first.backward()
+    handle.remove()
+    model.zero_grad()
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return train(model, optimizer)
 
 
 @both_plans

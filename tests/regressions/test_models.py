@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, train, wrapped
+from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, same_bits, train, wrapped
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -51,53 +52,50 @@ def learn(model: nn.Module, optimizer: Any) -> list[float]:
     return values
 
 
+FEW = {"batch": tokens(), "chunked_loss": False, "n_buffer": 3}
+
+
 @both_plans
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_language_model_has_the_bits_of_the_plain_loop(plan: str, tied: bool) -> None:
     """Tied weights are one parameter, whose gradient comes from both ends."""
-    options = {"batch": tokens(), "chunked_loss": False, "n_buffer": 3}
-    check(learn, plan, lambda: llama(tie_word_embeddings=tied), **options)
+    check(learn, plan, lambda: llama(tie_word_embeddings=tied), **FEW)
 
 
-@both_plans
-def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(plan: str) -> None:
+def adapted() -> nn.Module:
+    model = lora(llama())
+    model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    return model
+
+
+@same_bits(adapted, **FEW)
+def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(model: Any, optimizer: Any) -> Any:
     """Where a script switched adapters after a forward, gradients were wrong without an error."""
-
-    def make() -> nn.Module:
-        model = lora(llama())
-        model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora" in name)
-        return model
-
-    def script(model: Any, optimizer: Any) -> list[float]:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        values = []
-        for seed in range(2):
-            losses = []
-            for adapter in ("default", "other"):
-                model.set_adapter(adapter)
-                for parameter in trained:
-                    parameter.requires_grad_(True)
-                losses.append(model(**tokens(seed)).loss)
-            (losses[0] + 2 * losses[1]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values += [loss.item() for loss in losses]
-        return values
-
-    check(script, plan, make, batch=tokens(), chunked_loss=False, n_buffer=3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    values = []
+    for seed in range(2):
+        losses = []
+        for adapter in ("default", "other"):
+            model.set_adapter(adapter)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            losses.append(model(**tokens(seed)).loss)
+        (losses[0] + 2 * losses[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values += [loss.item() for loss in losses]
+    return values
 
 
-@both_plans
-def test_experts_are_adapted(plan: str) -> None:
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@same_bits(lambda: lora(mixtral(), target_parameters=TARGETS), **FEW)
+def test_experts_are_adapted(model: nn.Module, optimizer: Any) -> list[float]:
     """peft's target_parameters, which adapts the experts of a model, was refused with a wrong reason."""
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-    def make() -> Any:
-        return lora(mixtral(), target_parameters=targets)
-
-    check(learn, plan, make, batch=tokens(), chunked_loss=False, n_buffer=3)
+    return learn(model, optimizer)
 
 
 def built_empty(base: nn.Module, folder: Path, **options: Any) -> Any:
@@ -152,63 +150,53 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
     assert torch.equal(merged.state_dict()["lm_head.weight"], model.state_dict()[name])
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.layer.weight.t()
+
+
+class Turning(Words):
+    def forward(self, x: Tensor, turned: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(self.layer(x)) @ turned
+
+
+class Handing(Words):
+    def forward(self, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x + torch.tanh(self.layer(x)) * row, self.layer.weight[1]
+
+
+class FromOneToAll(Blocks):
+    def __init__(self) -> None:
+        super().__init__(Turning)
+        self.words = Words()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, turned = self.words(x)
+        for block in self.blocks:
+            x = x + block(x, turned)
+        return x @ turned
+
+
+class FromOneToTheNext(Blocks):
+    def __init__(self) -> None:
+        super().__init__(Handing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = torch.ones(16)
+        for block in self.blocks:
+            x, row = block(x, row)
+        return x * row
+
+
 @both_plans
-def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str) -> None:
-    """A model that hands a view of a weight from one unit to another failed."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.layer(x), self.layer.weight.t()
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor, turned: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x)) @ turned
-
-    class Chain(Blocks):
-        def __init__(self) -> None:
-            super().__init__(Block)
-            self.words = Words()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x, turned = self.words(x)
-            for block in self.blocks:
-                x = x + block(x, turned)
-            return x @ turned
-
-    check(train, plan, Chain)
-
-
-@both_plans
-def test_a_block_hands_a_view_of_its_own_weight_to_the_next(plan: str) -> None:
-    """The profile of a model whose blocks hand on a view of a weight ended the process."""
-
-    class Handing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-            return x + torch.tanh(self.layer(x)) * row, self.layer.weight[1]
-
-    class Chain(Blocks):
-        def __init__(self) -> None:
-            super().__init__(Handing)
-
-        def forward(self, x: Tensor) -> Tensor:
-            row = torch.ones(16)
-            for block in self.blocks:
-                x, row = block(x, row)
-            return x * row
-
-    check(train, plan, Chain)
+@pytest.mark.parametrize("model", [FromOneToAll, FromOneToTheNext])
+def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str, model: Callable[[], nn.Module]) -> None:
+    """A model that hands a view of a weight from one unit to another failed, or its profile ended the process."""
+    check(train, plan, model)
 
 
 def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:
@@ -242,25 +230,22 @@ def test_scripts_with_several_models_are_told_what_works() -> None:
         protrain.wrap(model["actor"], optimizer, example_batch=rows(), device="cpu")  # type: ignore[index]
 
 
-@both_plans
-def test_parts_of_a_wrapped_model_are_called_one_by_one(plan: str) -> None:
+class Together(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(x)
+
+
+@same_bits(lambda: Together(dict(parts().named_children())))
+def test_parts_of_a_wrapped_model_are_called_one_by_one(model: Any, optimizer: Any) -> list[float]:
     """What the errors for several models advise: one module that holds them, whose parts the script calls."""
-
-    class Together(Parts):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.score(x)
-
-    def script(model: Any, optimizer: Any) -> list[float]:
-        values = []
-        for seed in range(3):
-            loss = model.score(rows(seed)).square().mean() + model["actor"](rows(seed + 5)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            values.append(loss.item())
-        return values
-
-    check(script, plan, lambda: Together(dict(parts().named_children())))
+    values = []
+    for seed in range(3):
+        loss = model.score(rows(seed)).square().mean() + model["actor"](rows(seed + 5)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
 
 
 class Mixed(Blocks):

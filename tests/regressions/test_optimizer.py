@@ -22,6 +22,7 @@ from tests.regressions.plain import (
     check,
     left,
     rows,
+    same_bits,
     train,
     wrapped,
 )
@@ -32,35 +33,27 @@ def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
     return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
 
-@both_plans
-def test_what_is_frozen_in_the_first_call_is_trained_later(plan: str) -> None:
+@same_bits(late=True)
+def test_what_is_frozen_in_the_first_call_is_trained_later(model: nn.Module, optimizer: Any) -> list[float]:
     """Without an example batch, parameters that were frozen in the first call could never be trained."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        part = model.get_submodule("blocks.1").requires_grad_(False)
-        values = train(model, optimizer)
-        part.requires_grad_(True)
-        values += train(model, optimizer)
-        assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
-        return values
-
-    check(script, plan, late=True)
+    part = model.get_submodule("blocks.1").requires_grad_(False)
+    values = train(model, optimizer)
+    part.requires_grad_(True)
+    values += train(model, optimizer)
+    assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
+    return values
 
 
-@both_plans
-def test_a_schedule_counts_in_the_step_that_follows(plan: str) -> None:
+@same_bits()
+def test_a_schedule_counts_in_the_step_that_follows(model: nn.Module, optimizer: Any) -> list[float]:
     """param_groups are live: a scheduler, and a value that a script sets in one group."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
-        values = []
-        for seed in range(4):
-            values += train(model, optimizer, 1, seed=seed)
-            scheduler.step()
-            optimizer.param_groups[0]["weight_decay"] += 0.1
-        return values
-
-    check(script, plan)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
+    values = []
+    for seed in range(4):
+        values += train(model, optimizer, 1, seed=seed)
+        scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] += 0.1
+    return values
 
 
 @both_plans
@@ -98,23 +91,15 @@ def test_a_second_optimizer_is_refused(plan: str) -> None:
     assert train(model, optimizer, seed=1) == train(*wrapped(plan), 3)[2:]
 
 
-@both_plans
-def test_a_weight_is_clamped_after_every_step(plan: str) -> None:
+@same_bits()
+def test_a_weight_is_clamped_after_every_step(model: nn.Module, optimizer: Any) -> list[float]:
     """A script that clamps one weight after every step had to make the whole model whole for it."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        weight, values = model.get_parameter("blocks.1.2.weight"), []
-        for seed in range(3):
-            values += train(model, optimizer, 1, seed=seed)
-            with whole(weight, optimizer), torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
-        return values
-
-    check(script, plan)
-
-
-def load(model: nn.Module, optimizer: Any) -> None:
-    model.load_state_dict(model.state_dict())
+    weight, values = model.get_parameter("blocks.1.2.weight"), []
+    for seed in range(3):
+        values += train(model, optimizer, 1, seed=seed)
+        with whole(weight, optimizer), torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+    return values
 
 
 def edit(model: nn.Module, optimizer: Any) -> None:
@@ -122,18 +107,38 @@ def edit(model: nn.Module, optimizer: Any) -> None:
         next(model.parameters()).zero_()
 
 
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(rows()).square().mean().backward()
+    optimizer.step()
+
+
 @both_plans
-@pytest.mark.parametrize("write", [load, edit])
-def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[..., None]) -> None:
-    """Weights that were loaded or edited inside AveragedWeights.applied() were lost."""
-    model, optimizer = wrapped(plan)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model, optimizer: model.load_state_dict(model.state_dict()),
+        lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        edit,
+        step,
+    ],
+    ids=["load weights", "load states", "edit", "step"],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[..., None], inside: bool) -> None:
+    """Weights that were loaded, edited or updated inside AveragedWeights.applied() were lost."""
+    model, optimizer = wrapped(plan, step_during_backward=inside)
     averaged = protrain.AveragedWeights(model, decay=0.9)
-    train(model, optimizer)
-    averaged.update()
-    before = left(model, optimizer)
+    for seed in range(2):
+        model(rows(seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update()
+    before, average = left(model, optimizer), averaged.state_dict()
     with pytest.raises(protrain.MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`"), averaged.applied():
         write(model, optimizer)
+    optimizer.zero_grad()
     assert_same(left(model, optimizer), before)
+    assert_same(averaged.state_dict(), average)
 
 
 @both_plans

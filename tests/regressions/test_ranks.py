@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 import protrain
+from tests.distributed.pool import RankError, on_ranks
 from tests.regressions.plain import (
     OFFLOADED,
     ON_DEVICE,
@@ -30,9 +33,18 @@ from tests.regressions.plain import (
     train,
     wrapped,
 )
-from tests.regressions.ranks import end, on_ranks
 
-pytestmark = pytest.mark.xdist_group("regressions on ranks")  # which share two processes
+pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
+WITHIN_S = 30.0  # in which every rank has raised its error
+
+
+def error_of(rank: int, script: Callable[..., object], *args: Any) -> str:
+    """The error that ``script`` raises in time."""
+    begin = time.monotonic()
+    with pytest.raises((ArithmeticError, ValueError, protrain.MisuseError)) as caught:
+        script(rank, *args)
+    assert time.monotonic() - begin < WITHIN_S
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 # -- the bits of one process -------------------------------------------------------------------------------------------
@@ -74,7 +86,7 @@ def left_by_rank(rank: int, plan: str, loss_of: Backward, between: bool, n_specu
 def check(plan: str, loss_of: Backward = usual, between: bool = False, n_speculate: int = 0) -> None:
     model, optimizer = plain()
     steps(model, optimizer, (0, 1), loss_of, between)
-    for found in on_ranks(left_by_rank, plan, loss_of, between, n_speculate):
+    for found in on_ranks(2, left_by_rank, plan, loss_of, between, n_speculate):
         assert_same(found, left(model, optimizer))
 
 
@@ -114,16 +126,9 @@ def with_own_features(rank: int, late: bool, longer: int = 0) -> Any:
 @pytest.mark.parametrize("late", [False, True])
 def test_buffers_are_those_of_the_first_rank(late: bool) -> None:
     """Buffers that differ between processes stayed different on every rank, which trained different models."""
-    first, other = on_ranks(with_own_features, late)
+    first, other = on_ranks(2, with_own_features, late)
     assert_same(other, first)
     assert torch.equal(first["features"], Fourier(0).get_buffer("features"))
-
-
-def test_buffers_of_different_shapes_are_refused() -> None:
-    """Buffers of different shapes are refused on every rank, which name them."""
-    for error in on_ranks(with_own_features, False, 1, raises=True):
-        assert "another buffer than rank" in error
-        assert "features" in error
 
 
 class Collective(nn.Module):
@@ -157,7 +162,9 @@ def with_a_larger_batch(rank: int, tight: bool) -> Any:
 
 def test_all_ranks_recompute_where_one_has_a_larger_batch() -> None:
     """A rank with a larger batch recomputed blocks alone, and their collectives met others: a hang, or worse."""
-    for tight, ample in zip(on_ranks(with_a_larger_batch, True), on_ranks(with_a_larger_batch, False), strict=True):
+    for tight, ample in zip(
+        on_ranks(2, with_a_larger_batch, True), on_ranks(2, with_a_larger_batch, False), strict=True
+    ):
         assert_same(tight, ample)
 
 
@@ -175,14 +182,14 @@ def save_and_go_on(rank: int, folder: Path, saves: bool) -> Any:
 
 def test_a_save_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
     """A checkpoint loads with any number of processes, under any plan, and training goes on with the same bits."""
-    (before, after), _ = on_ranks(save_and_go_on, tmp_path, True)
+    (before, after), _ = on_ranks(2, save_and_go_on, tmp_path, True)
     model, optimizer = wrapped(OFFLOADED, accumulation=2)
     protrain.load_checkpoint(tmp_path, model, optimizer)
     assert_same(left(model, optimizer), before)
     protrain.save_checkpoint(tmp_path / "of one", model, optimizer)
     steps(model, optimizer, (0, 1), usual, False)
     assert_same(left(model, optimizer), after)
-    for found in on_ranks(save_and_go_on, tmp_path / "of one", False):
+    for found in on_ranks(2, save_and_go_on, tmp_path / "of one", False):
         assert_same(found, (before, after))
 
 
@@ -194,37 +201,11 @@ def beside_a_group_of_its_own(rank: int) -> Any:
 
 def test_a_rank_may_belong_to_more_groups_than_another() -> None:
     """wrap waited for the timeout of the process group where one rank belonged to more process groups than another."""
-    first, other = on_ranks(beside_a_group_of_its_own)
+    first, other = on_ranks(2, beside_a_group_of_its_own)
     assert first == other == train(*wrapped(ON_DEVICE))
 
 
 # -- out of step -------------------------------------------------------------------------------------------------------
-
-
-def fail(*_: Any) -> None:
-    raise ArithmeticError("the script of rank 1")
-
-
-def fail_alone(rank: int) -> None:
-    """Both fail together and go on. Then rank 1 fails alone."""
-    model, optimizer = wrapped(OFFLOADED)
-    handle = model.get_submodule("blocks.0").register_forward_pre_hook(fail)
-    with suppress(ArithmeticError):
-        model(rows(rank))
-    handle.remove()
-    optimizer.zero_grad()
-    train(model, optimizer, 1)
-    if rank == 1:
-        model.get_submodule("blocks.2").register_forward_hook(fail)
-    train(model, optimizer, 2)
-
-
-def test_an_error_of_one_rank_is_told_on_the_other() -> None:
-    """An error of one rank was not told where both had raised and caught one before, and the others waited."""
-    other, own = on_ranks(fail_alone, raises=True)
-    assert own == "ArithmeticError: the script of rank 1"
-    assert other.startswith("MisuseError: rank 1 has raised an exception in a forward, while rank 0")
-    assert other.endswith(own)
 
 
 def part_and_begin_anew(rank: int) -> Any:
@@ -239,12 +220,31 @@ def part_and_begin_anew(rank: int) -> Any:
 
 def test_both_ranks_may_begin_anew_after_they_were_out_of_step() -> None:
     """A training that began anew after an error could hang, as one rank had not heard of the error yet."""
-    for error, losses in on_ranks(part_and_begin_anew):
+    for error, losses in on_ranks(2, part_and_begin_anew):
         assert "rank 1 came to a backward, while rank 0 came to a forward" in error
         assert losses == train(*wrapped(ON_DEVICE))
 
 
+def fail(*_: Any) -> None:
+    raise ArithmeticError("the script of rank 1")
+
+
+def fail_alone(rank: int) -> None:
+    """Both fail together and go on. Then rank 1 fails alone, which was not told on the other."""
+    model, optimizer = wrapped(OFFLOADED)
+    handle = model.get_submodule("blocks.0").register_forward_pre_hook(fail)
+    with suppress(ArithmeticError):
+        model(rows(rank))
+    handle.remove()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    if rank == 1:
+        model.get_submodule("blocks.2").register_forward_hook(fail)
+    train(model, optimizer, 2)
+
+
 def part_in_the_last_step(rank: int, what: str) -> None:
+    """A last step that one rank skipped, or clipped otherwise, left a model of old and new parts without a word."""
     model, optimizer = wrapped(OFFLOADED)
     for last in (False, True):
         alone = rank == 1 and last
@@ -259,21 +259,8 @@ def part_in_the_last_step(rank: int, what: str) -> None:
     model.state_dict()
 
 
-PARTS = {
-    "no step": "rank 1 came to state_dict(), while rank 0 came to step() after clipping",
-    "no clipping": "rank 1 came to step() without clipping, while rank 0 came to step() after clipping",
-    "another norm": "in the last step rank 1 multiplied gradients by",
-}
-
-
-@pytest.mark.parametrize("what", PARTS)
-def test_ranks_that_part_in_the_last_step_give_no_state(what: str) -> None:
-    """A last step that one rank skipped, or clipped otherwise, left a model of old and new parts without a word."""
-    for error in on_ranks(part_in_the_last_step, what, raises=True):
-        assert error.startswith(f"MisuseError: {PARTS[what]}")
-
-
 def average_alone(rank: int) -> None:
+    """AveragedWeights.update() on one rank alone mixed averages of different steps without a word."""
     model, optimizer = wrapped(OFFLOADED)
     averaged = protrain.AveragedWeights(model, decay=0.9)
     train(model, optimizer, 1)
@@ -284,25 +271,36 @@ def average_alone(rank: int) -> None:
     averaged.state_dict()
 
 
-def test_averages_that_one_rank_alone_updates_are_refused() -> None:
-    """AveragedWeights.update() on one rank alone mixed averages of different steps without a word."""
-    for error in on_ranks(average_alone, raises=True):
-        assert "rank 0 came to AveragedWeights.update() with decay=0.9" in error
-
-
 def sum_without_a_plan(rank: int) -> None:
+    """The error for a backward() under no_sync() that the plan has no sums for spoke of zero_grad()."""
     model, _ = wrapped(OFFLOADED)
     for _ in range(2):
         with model.no_sync():
             model(rows(rank)).square().mean().backward()
 
 
-def test_a_backward_under_no_sync_without_a_planned_sum_names_no_sync() -> None:
-    """The error for a backward() under no_sync() that the plan has no sums for spoke of zero_grad()."""
-    for error in on_ranks(sum_without_a_plan, raises=True):
-        assert error.startswith("MisuseError")
-        assert "no_sync()" in error
-        assert "accumulation" in error
+PARTED = r"^MisuseError: rank 1 came to {}, while rank 0 came to step\(\) after clipping"
+# the error of both ranks, what they run, and its arguments
+REFUSED: dict[str, tuple[str, Callable[..., object], tuple[Any, ...]]] = {
+    "an error": (
+        "^(MisuseError: rank 1 has raised an .* in a forward, .*)?ArithmeticError: the script",
+        fail_alone,
+        (),
+    ),
+    "no step": (PARTED.format(r"state_dict\(\)"), part_in_the_last_step, ("no step",)),
+    "no clipping": (PARTED.format(r"step\(\) without clipping"), part_in_the_last_step, ("no clipping",)),
+    "another norm": ("^MisuseError: in the last step rank 1 multiplied", part_in_the_last_step, ("another norm",)),
+    "averages": (r"rank 0 came to AveragedWeights\.update\(\) with decay=0\.9", average_alone, ()),
+    "no planned sum": (r"^MisuseError(?=.*no_sync\(\))(?=.*accumulation)", sum_without_a_plan, ()),
+    "buffers of different shapes": ("another buffer than rank .*features", with_own_features, (False, 1)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_both_ranks_raise_an_error_within_seconds(what: str) -> None:
+    said, script, args = REFUSED[what]
+    for error in on_ranks(2, error_of, script, *args):
+        assert re.search(said, error, flags=re.DOTALL), error
 
 
 def clamp(parameter: Tensor) -> None:
@@ -325,7 +323,7 @@ def refused_in_its_middle(rank: int, plan: str) -> Any:
 @both_plans
 def test_a_refused_backward_has_updated_nothing(plan: str) -> None:
     """A backward that was refused in its middle had already updated weights by the gradients of earlier batches."""
-    for before, after in on_ranks(refused_in_its_middle, plan):
+    for before, after in on_ranks(2, refused_in_its_middle, plan):
         assert_same(after, before)
 
 
@@ -345,7 +343,7 @@ def save_beyond_the_group(rank: int, folder: Path) -> Any:
 
 def test_an_async_save_is_written_though_the_group_has_ended(tmp_path: Path) -> None:
     """An async_save was lost where the script ended the process group before the save was written."""
-    states = on_ranks(save_beyond_the_group, tmp_path)
+    states = on_ranks(2, save_beyond_the_group, tmp_path)
     model, optimizer = wrapped(ON_DEVICE)
     protrain.load_checkpoint(tmp_path, model, optimizer)
     for state in states:
@@ -362,6 +360,7 @@ def be_killed(rank: int) -> None:
 
 def test_a_rank_that_dies_is_named_within_seconds() -> None:
     """When a rank died, the others waited for half an hour or for ever."""
-    (error,) = on_ranks(be_killed, raises=True, lost=1)
-    end()
-    assert "rank 1 has" in error
+    with pytest.raises(RankError) as caught:
+        on_ranks(2, be_killed)
+    assert caught.value.by_rank[1] == "the process died"
+    assert str(caught.value.by_rank[0]).startswith("MisuseError: rank 1 has")

@@ -22,6 +22,7 @@ from tests.regressions.plain import (
     check,
     left,
     rows,
+    same_bits,
     train,
     wrapped,
 )
@@ -44,39 +45,25 @@ class Adapted(nn.Module):
         return self.activation(x) ** self.config["power"]
 
 
-def switch(block: Any) -> None:
-    block.used = False
-
-
-def number(block: Any) -> None:
-    block.scale = 3.0
-
-
-def tensor(block: Any) -> None:
-    block.shift = torch.ones(WIDTH)
-
-
-def configuration(block: Any) -> None:
-    block.config["power"] = 2
-
-
-def listed(block: Any) -> None:
-    block.factors[1] = -1.0
-
-
-def submodule(block: Any) -> None:
-    block.activation = nn.Tanh()
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "switch": lambda block: setattr(block, "used", False),
+    "number": lambda block: setattr(block, "scale", 3.0),
+    "tensor": lambda block: setattr(block, "shift", torch.ones(WIDTH)),
+    "configuration": lambda block: block.config.update(power=2),
+    "list": lambda block: block.factors.__setitem__(1, -1.0),
+    "submodule": lambda block: setattr(block, "activation", nn.Tanh()),
+}
 
 
 @both_plans
-@pytest.mark.parametrize("change", [switch, number, tensor, configuration, listed, submodule])
-def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: str) -> None:
     """Recomputed blocks ran with modules as they are in backward, and gradients were wrong without an error."""
 
     def script(model: nn.Module, optimizer: Any) -> list[float]:
         first = model(rows())
         for block in model.get_submodule("blocks").children():
-            change(block)
+            CHANGES[change](block)
         loss = first.square().mean() + model(rows(1)).square().mean()
         loss.backward()
         optimizer.step()
@@ -86,22 +73,18 @@ def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: Calla
     check(script, plan, lambda: Blocks(Adapted))
 
 
-@both_plans
-def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(plan: str) -> None:
+@same_bits()
+def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(model: nn.Module, optimizer: Any) -> list[float]:
     """Where a script removed hooks after a forward, gradients were wrong without an error."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        layers = [block[0] for block in model.get_submodule("blocks").children()]  # type: ignore[index]
-        handles = [layer.register_forward_hook(lambda module, args, output: output * 3) for layer in layers]
-        loss = model(rows()).square().mean()
-        for handle in handles:
-            handle.remove()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item(), *train(model, optimizer)]
-
-    check(script, plan)
+    layers = [block[0] for block in model.get_submodule("blocks").children()]  # type: ignore[index]
+    handles = [layer.register_forward_hook(lambda module, args, output: output * 3) for layer in layers]
+    loss = model(rows()).square().mean()
+    for handle in handles:
+        handle.remove()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item(), *train(model, optimizer)]
 
 
 class Averaging(nn.Module):
@@ -128,44 +111,37 @@ def test_a_buffer_that_forward_updates_is_updated_once(plan: str, block: Callabl
     check(lambda model, optimizer: train(model, optimizer, 3), plan, lambda: Blocks(block))
 
 
-@both_plans
-def test_a_buffer_may_change_between_forward_and_backward(plan: str) -> None:
+@same_bits(lambda: Blocks(Averaging))
+def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, optimizer: Any) -> list[float]:
     """A buffer that no forward updates may be changed by the script, late in training."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        model.eval()
-        values = train(model, optimizer)
-        loss = model(rows()).square().mean()
-        for name, buffer in model.named_buffers():
-            buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [*values, loss.item(), *train(model, optimizer)]
-
-    check(script, plan, lambda: Blocks(Averaging))
+    model.eval()
+    values = train(model, optimizer)
+    loss = model(rows()).square().mean()
+    for name, buffer in model.named_buffers():
+        buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*values, loss.item(), *train(model, optimizer)]
 
 
-@both_plans
-def test_dropout_has_the_mask_of_its_forward_and_later_numbers_are_those_of_the_plain_loop(plan: str) -> None:
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.linear(x))) * random.choice([0.5, 2.0])
+
+
+@same_bits(lambda: Blocks(Dropping))
+def test_dropout_has_its_mask_and_later_numbers_are_those_of_the_plain_loop(model: Any, optimizer: Any) -> list[Any]:
     """Recomputation takes nothing from the random numbers of the script, and gives nothing back twice."""
-
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(torch.tanh(self.linear(x))) * random.choice([0.5, 2.0])
-
-    def script(model: nn.Module, optimizer: Any) -> list[Any]:
-        random.seed(5)
-        found: list[Any] = []
-        for seed in range(3):
-            found += [*train(model, optimizer, 1, seed=seed), torch.rand(2), random.random()]
-        return found
-
-    check(script, plan, lambda: Blocks(Dropping))
+    random.seed(5)
+    found: list[Any] = []
+    for seed in range(3):
+        found += [*train(model, optimizer, 1, seed=seed), torch.rand(2), random.random()]
+    return found
 
 
 @both_plans
