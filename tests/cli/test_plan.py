@@ -128,7 +128,7 @@ def test_a_batch_that_no_plan_fits_is_an_answer_too(capsys: pytest.CaptureFixtur
 def test_whoever_follows_an_advice_gets_its_figures(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each with the batch that is the fastest there, which need not be that of the question."""
     question = ["plan", "tiny", "--sequence", "32", "--step-tokens", "256", "--no-compile", "--json"]
-    question += ["--hardware", "rtx3090", "--host-memory", "24MiB", *batch]
+    question += ["--hardware", "rtx3090", "--device-memory", "134MiB", "--host-memory", "12MiB", *batch]
     answer = json.loads(run(capsys, *question)[1])
     advised = {}
     for other in answer["alternatives"]:
@@ -171,7 +171,7 @@ def test_other_machines_have_what_is_lacking(lacks: str, lacks_gib: int, options
 
 
 def test_what_does_not_fit_says_what_it_lacks_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, *TINY, "--no-compile", "--host-memory", "24MiB")
+    status, out, err = run(capsys, *TINY, "--no-compile", "--device-memory", "134MiB", "--host-memory", "12MiB")
     assert status == 2
     assert " of host memory\n" in out.split("lacks  ")[1]
     what, _, speed = err.rpartition("The nearest that fits: ")[2].partition(", ")
@@ -279,8 +279,6 @@ def test_a_plan_is_put_in_words(
     ):
         assert line in text, text
     assert ("; 11 ms should the host update 10% more slowly" in text) == works, "a host without work slows nothing down"
-    why = replace(why, times_ms={"step on a slower host": plan.step_ms})
-    assert why.on_slower_host() == "the same should the host update 10% more slowly" * works
 
 
 @pytest.mark.slow
