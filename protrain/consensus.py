@@ -10,18 +10,23 @@ import torch
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import nodes_of
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.activities import on_device, product
-from protrain.hardware.calibration.contention import LEAST_UNITS, Group, groups_of, rates_together, shares_of
-from protrain.hardware.calibration.ranks import Collectives, most_contended
+from protrain.hardware.calibration.activities import Collectives, on_device, product
+from protrain.hardware.calibration.contention import (
+    groups_of,
+    most_contended,
+    rates_alone,
+    rates_on_ranks,
+    shares_of,
+    slowest,
+)
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import COMPILED, LASTED, MISSING, Together
 
 _MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered and exchanged to see how fast that is
-_MEASURED_S = 0.02
 _WIDTH, _PRODUCTS = 4096, 4  # rows and columns of matrices that are multiplied beside collectives, so often in a unit
-_TOGETHER_S = 0.05  # of products and collectives, alone and beside each other
+_MEASURED_S = 0.05  # of products and collectives, alone and beside each other
 _COLLECTIVES = "the timing of collectives"
 
 
@@ -58,24 +63,26 @@ def _least(rates_gbps: list[float | None]) -> float | None:
 def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
     """``own`` with the rates of collectives on this rank, and with the shares that they and matrix products keep.
 
-    They are measured as calibration measures them. The shares are the least of all ranks.
+    They are measured as calibration measures them, and are the least of all ranks.
     """
-    collectives = Collectives(ranks, device, _MEASURED_BYTES)
-    gbps = collectives.gbps(_MEASURED_BYTES, budget_s=_MEASURED_S)
     activities = {
-        "collective": on_device(collectives.both, 1.0, device),
+        **Collectives(ranks, device, _MEASURED_BYTES).activities(),
         "matmul": on_device(product(device, _WIDTH), 1.0, device, times=_PRODUCTS),
     }
-    counts = {"collective": max(LEAST_UNITS, collectives.units_in(_TOGETHER_S))}
-    runs: dict[Group, list[dict[str, list[float]]]] = {}
+    runs = {}
     for group in groups_of([*activities]):
-        ranks.all_values(None, _COLLECTIVES)  # so that all start together
         together = {name: activities[name] for name in group}
-        runs[group] = [rates_together(together, duration_s=_TOGETHER_S, counts=counts)]
+        runs[group] = [rates_on_ranks(ranks, together, _COLLECTIVES, duration_s=_MEASURED_S)]
     torch.cuda.synchronize(device)  # the last units use memory that is freed here
-    shares = most_contended(ranks.all_values(shares_of(runs), _COLLECTIVES))
+    of_ranks, groups = zip(*ranks.all_values((rates_alone(runs), shares_of(runs)), _COLLECTIVES), strict=True)
+    rates = slowest(of_ranks)
     others = (group for group in own.contention if "collective" not in group.activities)
-    return replace(own, **gbps, contention=(*others, *shares))
+    return replace(
+        own,
+        all_gather_gbps=rates["all_gather_gbps"],
+        all_to_all_gbps=rates["all_to_all_gbps"],
+        contention=(*others, *most_contended(groups)),
+    )
 
 
 class ProfilingTogether(Together):

@@ -42,7 +42,7 @@ from protrain.forward.chunked_loss import can_chunk, chunk_loss
 from protrain.forward.compilation import compile_blocks
 from protrain.hardware.cache import why_not_cached
 from protrain.hardware.detection import detect, use_expandable_segments
-from protrain.hardware.memory import available_host_bytes
+from protrain.hardware.memory import available_host_bytes, update_threads
 from protrain.hardware.profile import HardwareProfile
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
@@ -274,13 +274,9 @@ def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
 
 
 def _host_threads(hardware: HardwareProfile) -> int:
-    """The threads of the host optimizer: the number that calibration found best, or all but two cores.
-
-    The best number is measured while another thread launches kernels.
-    """
-    if hardware.device_type == "cpu":
-        return max(1, hardware.cpu_threads // 2)
-    return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
+    """The threads of the host optimizer: as many as its calibrated rate is of, where there are as many cores."""
+    usual = update_threads(hardware.cpu_threads, beside_gpu=hardware.device_type == "cuda")
+    return min(hardware.host_adam_threads or usual, hardware.cpu_threads)
 
 
 def _profile(

@@ -46,7 +46,7 @@ from protrain_kernels.checks import (
 )
 from protrain_kernels.host_kernels import host_adam
 from protrain_kernels.launch import launch
-from protrain_kernels.rounding import check_gradient_factor, finished_reference, narrow
+from protrain_kernels.rounding import finished_reference, narrow
 from protrain_kernels.split_master import join, join_bits, split, split_bits, widen
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
@@ -215,7 +215,11 @@ def check_adam(
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
-    check_gradient_factor(gradient_factor, grad)
+    if gradient_factor != 1.0 and grad.dtype is not torch.float32:
+        raise ValueError(
+            f"gradient_factor is {gradient_factor}, and a {grad.dtype} gradient is finished already: only a float32 "
+            "sum is multiplied by it"
+        )
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
     master_dtype = MASTER_DTYPES[weight.dtype]
     if (master is None) != (master_dtype is None):

@@ -34,7 +34,7 @@ from protrain_kernels.checks import FLOATS, TILE_CONSTANTS, TILE_OPTIONS, check_
 from protrain_kernels.flatten_kernels import flatten_kernel, flatten_reference, unflatten_kernel, unflatten_reference
 from protrain_kernels.host_kernels import sum_of_squares
 from protrain_kernels.launch import launch, put_addresses
-from protrain_kernels.rounding import FP32, TYPE_CODES, check_weight_dtype
+from protrain_kernels.rounding import FP32, TYPE_CODES
 from protrain_kernels.slices import RowTable, Slice
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device, bool, bool]  # and whether a tensor is contiguous, and negated
@@ -74,7 +74,8 @@ def flatten(
         raise ValueError("partials and partial_offsets come together: pass both or neither")
     if accumulate and chunk.dtype != torch.float32:
         raise ValueError(f"values accumulate in a float32 chunk, not {chunk.dtype}: make the chunk float32")
-    check_weight_dtype(weight_dtype)
+    if weight_dtype not in TYPE_CODES:
+        raise ValueError(f"weight_dtype must be one of {', '.join(map(str, TYPE_CODES))}, not {weight_dtype}")
     table = table_for(tensors, offsets, partial_offsets)
     _check(table, chunk, partials)
     how: dict[str, Any] = {"accumulate": accumulate, "weight_dtype": weight_dtype}

@@ -63,21 +63,6 @@ def sum_of_squares_reference(values: torch.Tensor, *, weight_dtype: torch.dtype 
     return lanes.view(count)
 
 
-def check_gradient_factor(gradient_factor: float, gradient: torch.Tensor) -> None:
-    """ValueError if a gradient that is finished is to be multiplied."""
-    if gradient_factor != 1.0 and gradient.dtype is not torch.float32:
-        raise ValueError(
-            f"gradient_factor is {gradient_factor}, and a {gradient.dtype} gradient is finished already: only a "
-            "float32 sum is multiplied by it"
-        )
-
-
-def check_weight_dtype(weight_dtype: torch.dtype) -> None:
-    """ValueError unless weights can have that type."""
-    if weight_dtype not in TYPE_CODES:
-        raise ValueError(f"weight_dtype must be one of {', '.join(map(str, TYPE_CODES))}, not {weight_dtype}")
-
-
 @triton.jit
 def rounded(value: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
     """fp32 values rounded to nearest, ties to even, to what TYPE can represent. They stay fp32."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import errno
 import io
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,23 +169,6 @@ def test_a_buffer_with_less_room_than_the_save_needs_is_named(tmp_path: Path) ->
     save_checkpoint(tmp_path, model, optimizer)
     other, optimizer = make_expanded([0.0, 0.0])
     with refused(r"several values in buffer 'mask', .*: give it memory of its own", other):
-        load_checkpoint(tmp_path, other, optimizer)
-
-
-@pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
-def test_random_states_are_checked_before_anything_changes(tmp_path: Path, generator: str) -> None:
-    model, optimizer, _ = make_run(0)
-    save = save_checkpoint(tmp_path, model, optimizer)
-    states = json.loads((save / MANIFEST).read_text())["random"][0]
-    python, numpy = states["python"]["__tuple__"], states["numpy"]["__tuple__"]
-    cut = {
-        "torch": {"__bytes__": states["torch"]["__bytes__"][:400]},
-        "python": {"__tuple__": [python[0], {"__tuple__": python[1]["__tuple__"][:5]}, python[2]]},
-        "numpy": {"__tuple__": [numpy[0], numpy[1][:5], *numpy[2:]]},
-    }
-    rewrite(save, random=[{**states, generator: cut[generator]}])
-    other, optimizer, _ = make_run(1)
-    with refused(f"{save} holds random states that cannot be set: .*; load another save", other):
         load_checkpoint(tmp_path, other, optimizer)
 
 

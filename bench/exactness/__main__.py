@@ -9,6 +9,7 @@ the usual attention backward adds with atomics and differs from run to run whate
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from bench.exactness.worker import Training
 from bench.train.options import Sizes, add_sizes, commit_of_checkout, sizes_of, versions
 from bench.train.ranks import run_ranks
 from bench.train.task import Task, make_tokens
-from protrain.cli.options import Parser, memory, number, writable_file
+from protrain.cli.options import memory, number, result_file
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_bytes, format_ms
 
@@ -55,17 +56,19 @@ class Exactness(Record):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all trainings, print and write the record; exit status 1 when a bit differs."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(prog="python -m bench.exactness", description=__doc__.rpartition("\n\n")[2])
+    parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=__doc__.rpartition("\n\n")[2])
     add_sizes(parser, _SIZES)
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine")
-    parser.add_argument("--clip", type=number(0), default=1.0, metavar="NORM", help="(default: %(default)s)")
-    parser.add_argument("--out", type=writable_file, default=None, metavar="FILE", help="for the record")
+    parser.add_argument("--clip", type=number(float, 0), default=1.0, metavar="NORM", help="(default: %(default)s)")
+    parser.add_argument("--out", type=result_file, default=None, metavar="FILE", help="for the record")
     args = parser.parse_args(arguments)
     if args.gpus & (args.gpus - 1):
         parser.error("--gpus must be a power of two: the mean over another number of GPUs is not exact")
     try:
         task = Task(**sizes_of(args, _SIZES), host_memory=args.host_memory, clip_norm=args.clip)
-    except ValueError as error:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     memories = (None,) if task.device_memory is None else (None, task.device_memory)
     numbers = [1 << power for power in range(task.gpus.bit_length())]

@@ -11,6 +11,7 @@ import json
 import os
 import traceback
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from bench.kernels.roofs import Roofs
 from bench.kernels.rows import COMPILED, Row, this_machine, with_speedups
 from bench.kernels.shapes import QUICK, QUICK_HEADS
 from bench.kernels.timing import ColdCache
-from protrain.cli.options import writable_folder
 
 _ROWS = pytest.StashKey[list[Row]]()
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernel benchmarks")
     group.addoption(
         "--out",
-        type=writable_folder,
+        type=Path,
         metavar="FOLDER",
         help="write kernels.json to FOLDER",
     )
@@ -134,5 +134,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(summary(rows))
     folder = config.getoption("--out")
     if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
         terminalreporter.write_line(f"wrote kernels.json to {folder}")

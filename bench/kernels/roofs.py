@@ -6,8 +6,8 @@ from statistics import median
 
 import torch
 
-from protrain.hardware.calibration.activities import CPU, Transfers, copying, pinned
-from protrain.hardware.calibration.contention import alone, rates_together
+from protrain.hardware.calibration.activities import CPU, Activity, Transfers, copying, pinned
+from protrain.hardware.calibration.contention import rates_together
 from protrain.hardware.nvml import gpu_facts
 from protrain.hardware.shipped import of_card
 
@@ -34,11 +34,11 @@ class Roofs:
         """As calibration measures it, with copies over the link of 256 MiB."""
         if roof in (DEVICE, DRAM):
             memory = self._device if roof == DEVICE else CPU
-            return {roof: alone(copying(memory, _BYTES), duration_s=1.0)}
+            return {roof: _alone(copying(memory, _BYTES), duration_s=1.0)}
         transfers = Transfers(self._device, _BYTES // 4)
         with pinned(*transfers.host, device=self._device):
             copies = transfers.activities()
-            one_way_gbps = [alone(copy, duration_s=0.5) for copy in copies.values()]
+            one_way_gbps = [_alone(copy, duration_s=0.5) for copy in copies.values()]
             both_gbps = rates_together(copies, duration_s=0.5)
         return {PCIE: min(one_way_gbps), PCIE_BOTH: sum(map(median, both_gbps.values()))}
 
@@ -52,6 +52,10 @@ class Roofs:
             one_way = None if facts is None else pcie_gbps(facts.pcie_generation_max, facts.pcie_width_max)
             return None if one_way is None else one_way * (2 if roof == PCIE_BOTH else 1)
         return None
+
+
+def _alone(activity: Activity, *, duration_s: float) -> float:
+    return median(rates_together({"it": activity}, duration_s=duration_s)["it"])
 
 
 def pcie_gbps(generation: int | None, width: int | None) -> float | None:

@@ -10,7 +10,6 @@ from statistics import median
 import torch
 
 from bench.clock import device_timer, durations_ms
-from protrain.hardware.calibration.activities import thread_counts
 
 _FLUSHED_BYTES = 512 * 1024**2  # ten times the L2 cache of an H100, and twice the largest of the cards here
 _MOST_FLUSHES = 100  # some 20 ms
@@ -50,15 +49,14 @@ class ColdCache:
 
 
 def best_threads(run: Callable[[], object]) -> int:
-    """The thread count of torch with which ``run``, on the host, is fastest: all of them or fewer, down to half."""
+    """The thread count of torch with which ``run``, on the host, is fastest: all of them, one fewer, or half."""
     whole = torch.get_num_threads()
     taken_s = {}
     try:
-        for count in thread_counts(whole):
-            if 2 * count >= whole:
-                torch.set_num_threads(count)
-                run()
-                taken_s[count] = min(_host_seconds(run) for _ in range(2))
+        for count in sorted({max(1, whole // 2), max(1, whole - 1), whole}):
+            torch.set_num_threads(count)
+            run()
+            taken_s[count] = min(_host_seconds(run) for _ in range(2))
     finally:
         torch.set_num_threads(whole)
     return min(taken_s, key=lambda count: taken_s[count])

@@ -27,7 +27,6 @@ from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case
 from bench.planner.results import CaseResult, Results
 from bench.train.options import device_name, versions
 from bench.train.ranks import run_ranks
-from protrain.cli.options import writable_folder
 
 # The cases of each kind of comparison, and the table of their results.
 _KINDS: dict[str, tuple[tuple[Case, ...], Callable[[Sequence[CaseResult]], str]]] = {
@@ -44,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     failed: list[str] = []
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out: {error}")
     if args.read is not None:
         try:
             results = Results.load(args.read / _file(args) if args.read.is_dir() else args.read)
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", choices=tuple(_KINDS), default="accuracy", help="(default: accuracy)")
-    parser.add_argument("--out", type=writable_folder, help="folder for the measurements")
+    parser.add_argument("--out", type=Path, help="folder for the measurements")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")

@@ -45,7 +45,7 @@ from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
 from protrain.cli.lora import lora_text
-from protrain.cli.options import Parser, memory, number
+from protrain.cli.options import memory, number
 from protrain.forward.chunked_loss import can_chunk
 from protrain.profiler.kept_profiles import version_of
 
@@ -80,8 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(error and not error.startswith("skipped") for error in ours) else 0
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="bench.train", description=__doc__, epilog=_EXAMPLE)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench.train",
+        description=__doc__,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--contestants", default="", metavar="A,B", help=f"of {', '.join(KINDS)} (default: those that suit)"
     )
@@ -105,7 +110,7 @@ def _parser() -> Parser:
         default=False,
         help="the blocks multiply in float8, by torchao: protrain, floor, resident and fsdp2 can",
     )
-    parser.add_argument("--clip", type=number(1e-6), default=1.0, help="norm to clip to (default: 1)")
+    parser.add_argument("--clip", type=number(float, 1e-6), default=1.0, help="norm to clip to (default: 1)")
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from protrain.cli.options import Parser, memory, number, whole, writable_folder
+from protrain.cli.options import memory, number
 from protrain.cli.shapes import named
 from protrain.hardware.memory import processor_name
 from protrain.profiler.kept_profiles import version_of
@@ -26,37 +26,45 @@ class Sizes(NamedTuple):
     warm_up: int
 
 
-def add_sizes(parser: Parser, sizes: Sizes) -> None:
+def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
     """Add the options of a task's model, batch, steps and GPUs to ``parser``."""
-    parser.add_argument("--gpus", type=whole(1), default=1, help="of this machine, that train together (default: 1)")
+    parser.add_argument(
+        "--gpus", type=number(int, 1), default=1, help="of this machine, that train together (default: 1)"
+    )
     parser.add_argument(
         "--model",
         type=named,
         default=None,
         help=f"a shape by name, or a folder, which goes before it (default: {sizes.model}; without a GPU: tiny)",
     )
-    parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
+    parser.add_argument("--layers", type=number(int, 1), default=None, help="blocks (default: those of the shape)")
     parser.add_argument(
-        "--batch", type=whole(1), default=None, help=f"sequences a GPU (default: {sizes.batch}; without one: 2)"
+        "--batch", type=number(int, 1), default=None, help=f"sequences a GPU (default: {sizes.batch}; without one: 2)"
     )
     parser.add_argument(
-        "--sequence", type=whole(8), default=None, help=f"tokens (default: {sizes.sequence}; without a GPU: 64)"
+        "--sequence", type=number(int, 8), default=None, help=f"tokens (default: {sizes.sequence}; without a GPU: 64)"
     )
-    parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
-    parser.add_argument("--steps", type=whole(3), default=sizes.steps, help="timed steps (default: %(default)s)")
-    parser.add_argument("--warm-up", type=whole(1), default=sizes.warm_up, help="before them (default: %(default)s)")
+    parser.add_argument("--accumulation", type=number(int, 1), default=1, help="batches in a step (default: 1)")
+    parser.add_argument("--steps", type=number(int, 3), default=sizes.steps, help="timed steps (default: %(default)s)")
+    parser.add_argument(
+        "--warm-up", type=number(int, 1), default=sizes.warm_up, help="before them (default: %(default)s)"
+    )
     parser.add_argument("--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for all")
 
 
-def add_limits(parser: Parser) -> None:
+def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options of a run's time and folder to ``parser``."""
     parser.add_argument(
-        "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
+        "--time-limit",
+        type=number(float, 1),
+        default=3600.0,
+        metavar="SECONDS",
+        help="for the whole run (default: an hour)",
     )
     parser.add_argument(
-        "--contestant-limit", type=number(1), default=300.0, metavar="SECONDS", help="for each (default: 300)"
+        "--contestant-limit", type=number(float, 1), default=300.0, metavar="SECONDS", help="for each (default: 300)"
     )
-    parser.add_argument("--out", type=writable_folder, default=None, metavar="FOLDER", help="for the record")
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the record")
 
 
 def sizes_of(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from protrain.checkpoint.manifest import (
     decode,
     find_save,
     list_saves,
-    random_state,
     read_manifest,
     set_random_state,
     verify_bytes,
@@ -32,7 +31,6 @@ from protrain.checkpoint.saving import (
 from protrain.checkpoint.tensor_files import open_tensors
 from protrain.common.errors import CheckpointError, warn_user
 from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.ranks import Ranks
 from protrain.optim.optimizer import ProTrainOptimizer
 
 
@@ -89,7 +87,6 @@ def load_checkpoint(
         except ValueError as error:
             raise CheckpointError(f"{save} is of another optimizer: {error}") from None
         check_parameters(save, files, optimizer)
-        random = _random_of(ranks, save, manifest)
 
     def load_own() -> None:
         with raised_on_all(ranks):
@@ -105,8 +102,13 @@ def load_checkpoint(
     with open_tensors(save / BUFFERS) as tensors:
         for path, module in modules.items():
             module.set_extra_state(decode(manifest["modules"][path], tensors.get_tensor))
-    if random is not None:
-        set_random_state(random)
+    if ranks.rank < len(manifest["random"]):
+        set_random_state(decode(manifest["random"][ranks.rank]))
+    else:
+        warn_user(
+            f"{save} was made by {len(manifest['random'])} processes, so it has no random states of rank {ranks.rank}, "
+            "which keeps its own"
+        )
     own_saves(optimizer).extend(each for each in list_saves(save.parent) if each.name <= save.name)
     return extra
 
@@ -122,27 +124,6 @@ def check_model(save: Path, manifest: dict[str, Any], model: nn.Module, names: l
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     compare_names(save, "parameter", saved_names, set(names) - left_out)
     compare_names(save, "extra state of module", set(manifest["modules"]), set(with_extra_state(model)))
-
-
-def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """The random states that the save has of this rank, checked. None, and a warning, if it has none."""
-    states = manifest["random"]
-    if ranks.rank >= len(states):
-        warn_user(
-            f"{save} was made by {len(states)} processes, so it has no random states of rank {ranks.rank}, which keeps "
-            "its own"
-        )
-        return None
-    state: dict[str, Any] = decode(states[ranks.rank])
-    before = random_state()
-    try:
-        set_random_state(state)
-    except ValueError as error:
-        remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
-        raise CheckpointError(f"{save} holds {error}; {remedy}") from None
-    finally:
-        set_random_state(before)
-    return state
 
 
 def _check_scheduler(save: Path, saved_class: str | None, scheduler: LRScheduler | None) -> None:

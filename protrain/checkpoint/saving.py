@@ -151,7 +151,8 @@ def async_save(
         parts = [(name, replace(part, tensors=part.copies())) for name, part in in_place]
     save = _begin(root, model, optimizer, scheduler, extra, keep, base)
     thread = ThreadPoolExecutor(1, "protrain async_save")
-    saved = thread.submit(_finish_beside, save, _given_up(parts), aside, user_line())
+    given_up = (parts.pop() for _ in range(len(parts)))  # whose memory is free as soon as they are written
+    saved = thread.submit(_finish_beside, save, given_up, aside, user_line())
     thread.shutdown(wait=False)
     _beside[optimizer] = os.path.realpath(save.root), saved
     return saved
@@ -174,13 +175,6 @@ def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: str | Non
     """The names of the parameters that a save holds: all but those of ``base``."""
     left_out = base_weights(model, base)
     return [name for name in optimizer.parameter_names() if name not in left_out]
-
-
-def _given_up(parts: list[tuple[str, Part]]) -> Iterable[tuple[str, Part]]:
-    """``parts``, of which none is kept here, so that their memory is free as soon as they are written."""
-    parts.reverse()
-    while parts:
-        yield parts.pop()
 
 
 @dataclass
@@ -315,15 +309,12 @@ def _new_folder(root: Path, close: ExitStack) -> int:
     would take this save for what a killed one has left.
 
     Raises:
-        ValueError: ``root`` is itself a save, so a load from it would not look for others in it; or it is no folder.
-        OSError: another process is saving there.
+        ValueError: ``root`` is itself a save, so a load from it would not look for others in it.
+        OSError: another process is saving there, or it is no folder.
     """
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} is itself a save: give the folder that it is in, {root.absolute().parent}")
-    try:
-        Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
-    except FileExistsError:
-        raise ValueError(f"{root} is no folder: give one to save to") from None
+    Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
     close.enter_context(used_alone(root, "give each run a folder of its own"))
     for leftover in root.glob(".*.tmp"):
         if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():

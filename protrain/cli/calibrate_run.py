@@ -10,7 +10,6 @@ import protrain
 from protrain.cli.launch import start_ranks, together
 from protrain.cli.options import emit
 from protrain.common.progress import print_line, stage
-from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import announced_processes
 from protrain.hardware.cache import Machine, cached
@@ -21,7 +20,7 @@ from protrain.hardware.profile import HardwareProfile
 def run(args: argparse.Namespace) -> None:
     """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
     start_ranks(args.gpus, args.words)
-    with stop_requests() as requests, together() as rank, requests.raised():
+    with together() as rank:
         _calibrate(args, speaks=rank == 0)
 
 

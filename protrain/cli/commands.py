@@ -13,17 +13,7 @@ from typing import Any, NamedTuple
 
 import protrain
 from protrain.cli.lora import lora_text
-from protrain.cli.options import (
-    Parser,
-    count,
-    memory,
-    new_folder,
-    number,
-    prices,
-    whole,
-    writable_file,
-    writable_folder,
-)
+from protrain.cli.options import count, memory, number, prices, result_file
 from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES, full_dtype
 from protrain.hardware.shipped import shipped_names
@@ -48,11 +38,12 @@ _CALIBRATE_EXAMPLE = """example:
 on four GPUs at once, with what they gather and exchange:
   protrain calibrate --gpus 4
 """
-_CALIBRATE_DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under \
-a minute.
+_CALIBRATE_DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together,
+in under a minute.
 
-Close other programs first. Training and planning on this device then use the profile, which is kept in \
-$PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain."""
+Close other programs first. Training and planning on this device then use the
+profile, which is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or
+~/.cache/protrain."""
 _EXPORT_EXAMPLE = """example:
   protrain export path/to/checkpoints exported --model path/to/model
 """
@@ -74,16 +65,23 @@ are `python -m bench.planner OPTIONS` and `python -m bench.train OPTIONS`.
 # All options and arguments by their field, with what argparse is told of each.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "batch": {
-        "type": whole(1, 2**16),
+        "type": number(int, 1, 2**16),
         "help": "sequences in a batch, on each GPU (default: the fastest for --step-tokens; on a CPU 1)",
     },
     # Each token is learnt from the tokens before it.
-    "sequence": {"type": whole(2, 2**24), "metavar": "TOKENS", "help": "tokens in a sequence (default: of the model)"},
+    "sequence": {
+        "type": number(int, 2, 2**24),
+        "metavar": "TOKENS",
+        "help": "tokens in a sequence (default: of the model)",
+    },
     "packing": {
         "action": "store_true",
         "help": "sequences hold several examples, as those of `protrain train` do, so that attention needs a mask",
     },
-    "accumulation": {"type": whole(1, 2**16), "help": "with --batch: batches in a step, on each GPU (default: 1)"},
+    "accumulation": {
+        "type": number(int, 1, 2**16),
+        "help": "with --batch: batches in a step, on each GPU (default: 1)",
+    },
     "step_tokens": {
         "type": count,
         "metavar": "TOKENS",
@@ -161,19 +159,19 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         f"{', '.join(shipped_names())} (default: this machine)",
     },
     "gpus": {
-        "type": whole(1),
+        "type": number(int, 1),
         "metavar": "N",
         "default": 1,
         "help": "GPUs of the machine that train together and share its host memory (default: 1)",
     },
     "nodes": {
-        "type": whole(1),
+        "type": number(int, 1),
         "metavar": "M",
         "default": 1,
         "help": "equal machines with --gpus GPUs each (default: 1)",
     },
     "network_gbps": {
-        "type": number(1e-3),
+        "type": number(float, 1e-3),
         "metavar": "GB/s",
         "help": "gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual "
         "for the GPU)",
@@ -198,13 +196,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "picture": {
         "metavar": "FILE",
-        "type": writable_file,
+        "type": result_file,
         "help": "also a picture of one step, or of the frontier: .png, .svg or .pdf",
     },
     "json": {"action": "store_true", "help": "print JSON on standard output instead of the table"},
-    "out": {"type": writable_file, "metavar": "FILE", "help": "also write the JSON to FILE"},
+    "out": {"type": result_file, "metavar": "FILE", "help": "also write the JSON to FILE"},
     "seconds": {
-        "type": number(0.01, 600),
+        "type": number(float, 0.01, 600),
         "metavar": "X",
         "help": "how long to measure; less also means smaller sizes and rougher figures, which replace no kept profile "
         "(default: 30)",
@@ -216,9 +214,9 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "model": {"type": named, "required": True, "help": "the model that was trained"},
     "CHECKPOINT": {"type": Path, "help": "a folder of checkpoints, or of a Trainer"},
-    "FOLDER": {"type": new_folder, "help": "a new or empty folder for the model"},
+    "FOLDER": {"type": Path, "help": "a new or empty folder for the model"},
     "SOURCE": {"type": Path, "help": "a run, or a checkpoint of either format"},
-    "TARGET": {"type": writable_folder, "help": "where to write it in the other format"},
+    "TARGET": {"type": Path, "help": "where to write it in the other format"},
     "BENCHMARK": {
         "choices": ("kernels", "planner", "train"),
         "help": "kernels: each against the machine's roofs and against torch, after checking its results; planner: "
@@ -290,7 +288,7 @@ COMMANDS = {
     "convert": Command(
         summary="write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
         run="protrain.cli.export_run:convert",
-        description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
+        description="Convert a checkpoint, of any number of GPUs, to DCP of torch, or back.",
         example=_CONVERT_EXAMPLE,
         groups={"": ("SOURCE", "TARGET")},
     ),
@@ -298,7 +296,7 @@ COMMANDS = {
         summary="measure parts of ProTrain against their peers",
         run="protrain.cli.bench:run",
         usage="%(prog)s BENCHMARK [OPTION ...]",
-        description="Measure parts of ProTrain against their peers. Needs a checkout of the repository, and "
+        description="Measure parts of ProTrain against their peers.\nNeeds a checkout of the repository, and "
         "'protrain[bench]'.",
         example=_BENCH_EXAMPLE,
         groups={"": ("BENCHMARK", "OPTIONS")},
@@ -306,14 +304,22 @@ COMMANDS = {
 }
 
 
-def build_parser(command: str) -> Parser:
+def build_parser(command: str) -> argparse.ArgumentParser:
     """The parser of `protrain`, with the options of ``command`` alone."""
-    parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
+    parser = argparse.ArgumentParser(
+        prog="protrain", description="Train models larger than the GPU, placed by one automatic plan."
+    )
     parser.add_argument("--version", action="version", version=f"protrain {protrain.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, told in COMMANDS.items():
         own = commands.add_parser(
-            name, help=told.summary, usage=told.usage, description=told.description, epilog=told.example
+            name,
+            help=told.summary,
+            usage=told.usage,
+            description=told.description,
+            epilog=told.example,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         own.set_defaults(run=told.run)
         for title, fields in told.groups.items() if name == command else ():

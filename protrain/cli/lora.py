@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ class Lora:
     dropout: float = 0.0  # of what an adapter reads
 
 
+_KINDS: dict[str, Callable[[str], Any]] = {"r": int, "alpha": int, "targets": str, "dropout": float}
+
+
 def refuse_4bit_alone(lora: str | None, *, load_in_4bit: bool) -> None:
     """Raise a ValueError for `--load-in-4bit` without `--lora`, as quantised weights cannot be trained."""
     if load_in_4bit and lora is None:
@@ -25,21 +29,11 @@ def refuse_4bit_alone(lora: str | None, *, load_in_4bit: bool) -> None:
 
 
 def parse_lora(text: str) -> Lora:
-    """The values in ``text``, like "r=16,alpha=32". ValueError if there is an unknown name or an impossible value."""
-    values: dict[str, Any] = {}
-    for part in text.split(","):
-        name, sign, value = part.partition("=")
-        kind = {"r": int, "alpha": int, "targets": str, "dropout": float}.get(name)
-        if kind is None or not sign or not value:
-            raise ValueError(f"{part!r} is none of r=N, alpha=X, targets=NAMES and dropout=P")
-        try:
-            values[name] = kind(value)
-        except ValueError:
-            raise ValueError(f"{name}={value}: {name} must be a {'whole ' * (kind is int)}number") from None
-    lora = Lora(**values)
-    if lora.r < 1 or lora.alpha < 1 or not 0 <= lora.dropout < 1:
-        raise ValueError("r and alpha must be at least 1, and dropout at least 0 and less than 1")
-    return lora
+    """The values in ``text``, like "r=16,alpha=32", which peft checks. ValueError for an unknown name, or no number."""
+    try:
+        return Lora(**{name: _KINDS[name](value) for name, value in (part.split("=") for part in text.split(","))})
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} is not made of r=N, alpha=N, targets=NAMES and dropout=P") from None
 
 
 lora_text = text_for(parse_lora)  # an argparse type

@@ -7,18 +7,14 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 from pkgutil import resolve_name
-from typing import Any
 
-import protrain
 from protrain.cli.commands import build_parser
-from protrain.cli.options import in_options
 from protrain.common.errors import MisuseError
-from protrain.common.progress import print_line, say
-from protrain.common.signals import InterruptedRun, is_program
+from protrain.common.progress import say
+from protrain.common.signals import is_program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,14 +46,13 @@ def _status(argv: Sequence[str] | None) -> int:
     try:
         args = _parsed(argv)
         name = f"protrain {args.command}"
-        with own_warnings_as_lines():
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
             resolve_name(args.run)(args)  # imported only now, so that --help needs no torch
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:
         return _failed(name, error, 1)
-    except InterruptedRun as error:
-        return _failed(name, error, 128 + error.signal_number)
     except KeyboardInterrupt:
         say(f"{name}: interrupted")
         return 130
@@ -72,25 +67,12 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
 
 
-@contextmanager
-def own_warnings_as_lines() -> Iterator[None]:
-    """Print ProTrain's own warnings like its other lines, without the place in the code that raised them."""
-    package = Path(protrain.__file__).parent
-    ours = (package, package.with_name("protrain_kernels"))
-    with warnings.catch_warnings():
-        shown = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
-            if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
-                print_line(in_options(str(message)))
-            else:
-                shown(message, category, filename, *more, **named)
-
-        warnings.showwarning = show
-        yield
+def _say_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    """Print a warning in one line, without the place in the code that raised it."""
+    say(f"{category.__name__}: {message}")
 
 
 def _failed(name: str, error: Exception, status: int) -> int:
-    text = " ".join(in_options(str(error)).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     say(f"{name}: {text}")
     return status

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,7 @@ class LoadedModel:
         found = [number for name in _POSITIONS if (number := getattr(self.config, name, None)) is not None]
         if not found or found[0] == -1:  # XLNet says so that there is no limit
             return None
-        return int(found[0]) - self.first_position
-
-    @cached_property
-    def first_position(self) -> int:
-        """The position of a row's first token: 0, or the one behind that of padding where it has one, as in RoBERTa."""
-        tables = [module for name, module in self.model.named_modules() if name.endswith("position_embeddings")]
-        paddings = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
-        return next((padding + 1 for padding in paddings if padding is not None), 0)
+        return int(found[0])
 
     def arguments(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The arguments of the model for ``batch``.
@@ -57,7 +49,7 @@ class LoadedModel:
         model: Any = self.model
         taken = inspect.signature(type(getattr(model, "get_base_model", lambda: model)()).forward).parameters
         if "position_ids" in batch and {"position_ids", "use_cache"} <= taken.keys():
-            return {**batch, "position_ids": batch["position_ids"] + self.first_position, "use_cache": False}
+            return {**batch, "use_cache": False}
         return {name: value for name, value in batch.items() if name != "position_ids"}
 
 
@@ -114,28 +106,17 @@ def _folder_of(name: str) -> Path:
 
 def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
-    config = None
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        said = _why_not(config, error, transformers)
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]  # what follows are names of all other models
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
     _refuse_untrainable(folder, config, model)
     loaded = LoadedModel(model=model, folder=folder, sequence=1024)
     positions = loaded.sequence if loaded.positions is None else loaded.positions
     return replace(loaded, sequence=min(loaded.sequence, positions))
-
-
-def _why_not(config: Any, error: Exception, transformers: Any) -> str:
-    """Why a model cannot be built. Transformers would name an option of its own, or every class that it knows."""
-    loop = "wrap such a model in a loop of your own"
-    if "trust_remote_code" in str(error):
-        return f"it needs Python code of its own folder, which this command never runs; {loop}"
-    if config is not None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"there is none of the type {config.model_type!r}; {loop}"
-    return _kind_and_message(error)
 
 
 def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
@@ -152,12 +133,6 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
             f"{folder}: in this model ({config.model_type}) a token sees those that follow it, which it is to predict; "
             'put "is_decoder": true into its config.json'
         )
-
-
-def _kind_and_message(error: Exception) -> str:
-    """The message of ``error``, with its class name before it unless such errors have whole sentences."""
-    text = str(error)
-    return text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _transformers() -> Any:

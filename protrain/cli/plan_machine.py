@@ -6,14 +6,18 @@ Only this one needs torch, which finds its device.
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from protrain.common.progress import print_line
-from protrain.common.tables import parse_memory
-from protrain.hardware.memory import for_training
+from protrain.common.tables import format_bytes, parse_memory
+from protrain.hardware.memory import for_training, ram_for
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import of_machine, shipped_name, shipped_names
+from protrain.hardware.shipped import MORE_RAM_BYTES, MOST_GPUS, next_card, of_machine, shipped_name, shipped_names
+from protrain.planning import Answer
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
@@ -65,6 +69,30 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
     if len({machine.device_type for machine in found.values()}) > 1:
         raise ValueError("--compare takes machines with GPUs or machines without, not both: the model is profiled once")
     return found
+
+
+def other_machines(
+    args: argparse.Namespace, hardware: HardwareProfile, answer: Answer
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The machine of ``args`` with more memory, with the next card, and with twice the GPUs.
+
+    Where nothing fits, the memory and the card have what is lacking. Each has a name, "" if its options say enough, and
+    the options that differ. Another card does not change a limit that is given.
+    """
+    on_host = answer.lacks == "host memory"
+    ram_bytes = ram_for(hardware.host_bytes * args.gpus, args.gpus)
+    needed_bytes = ram_for((hardware.host_bytes + answer.lacks_bytes * on_host) * args.gpus, args.gpus)
+    more_bytes = max(1, math.ceil((needed_bytes - ram_bytes) / MORE_RAM_BYTES)) * MORE_RAM_BYTES
+    yield f"{format_bytes(more_bytes)} more RAM", {"host_memory": _in_gib(ram_bytes + more_bytes)}
+    card = next_card(hardware.name, 0 if on_host or answer.fits else hardware.device_bytes + answer.lacks_bytes)
+    if card is not None and args.device_memory is None:
+        yield "", {"hardware": card} | ({"host_memory": _in_gib(ram_bytes)} if args.host_memory is None else {})
+    if hardware.device_type == "cuda" and 2 * args.gpus <= MOST_GPUS:
+        yield f"{2 * args.gpus} GPUs", {"gpus": 2 * args.gpus}
+
+
+def _in_gib(size: int) -> str:
+    return f"{round(size / 1024**3)}GiB"
 
 
 def _counted(text: str) -> tuple[str, int, int]:

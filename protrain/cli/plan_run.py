@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
+from typing import Any
 
 from protrain.cli.imports import importing
-from protrain.cli.options import emit, in_options, print_result, write_record
-from protrain.cli.plan_machine import machine_of, machines_of
+from protrain.cli.options import emit, print_result, write_record
+from protrain.cli.plan_machine import machine_of, machines_of, other_machines
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
-from protrain.common.progress import COUNTED, print_line, stage
+from protrain.common.progress import COUNTED, heard, print_line, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import other_machines
 from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
-from protrain.planning.answer import Case, Job, Machine, alternatives, others_of
+from protrain.planning.answer import Alternative, Job, Machine
 from protrain.planning.prose import counted
-from protrain.profiler.kept_profiles import kept_answer
+from protrain.profiler.kept_profiles import kept, key_of
 from protrain.profiler.model_profile import ModelProfile
 
 _COUNTED_BATCHES = 8, 16  # which are counted if --batch is not given
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 class _Asked:
     """What ``args`` ask for on a machine whose GPUs have the profile ``hardware``."""
 
-    def __init__(self, args: argparse.Namespace, hardware: HardwareProfile) -> None:
+    def __init__(self, args: argparse.Namespace, hardware: HardwareProfile, instead_of: _Asked | None = None) -> None:
         self.args = args
         self.hardware = hardware
         self.step = ProfiledStep.of(args, hardware.device_type)
@@ -66,6 +66,12 @@ class _Asked:
         # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         self._batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
+        # An alternative runs nothing here: it takes what was counted, or measured for this machine, for the question.
+        self._measures = not self._elsewhere and instead_of is None
+        self._counted: dict[ProfiledStep, ModelProfile] = {} if instead_of is None else instead_of._counted
+        self._measured: dict[ProfiledStep, ModelProfile] = {}
+        if instead_of is not None and not self._elsewhere:
+            self._measured = instead_of._measured
         self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
     def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
@@ -77,24 +83,33 @@ class _Asked:
 
             return plan_trace.counted(step, show=show)
 
-        profile = kept_answer("profiles", ModelProfile, step.description(), count)
-        return replace(profile, moment_dtype=self.args.moment_dtype)
+        if step not in self._counted:
+            self._counted[step] = kept("profiles", ModelProfile, key_of(step.description()), count)
+        return replace(self._counted[step], moment_dtype=self.args.moment_dtype)
 
     def _profile(self, batch: int, accumulation: int) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-        if self._elsewhere and batch in self.batches:
+        step = replace(self.step, batch=batch)
+        if self._measures and not step.load_in_4bit:  # 4-bit weights have no values before training
+            self._measure(step)
+        profile = self._measured.get(step)
+        if profile is None and self._batch_is_open:
             return self.derived(batch)
-        step, profile = replace(self.step, batch=batch), None
-        with stage("profiling the model") as show:
-            if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
-                with importing():
-                    from protrain.cli import plan_trace
-
-                profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
-                if profile is None:
-                    print_line(COUNTED)
-            profile = profile or self.counted(step, show)
+        if profile is None:
+            with stage("profiling the model") as show:
+                profile = self.counted(step, show)
         return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
+
+    def _measure(self, step: ProfiledStep) -> None:
+        with importing():
+            from protrain.cli import plan_trace
+
+        with stage("profiling the model") as show:
+            profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
+        if profile is None:
+            print_line(COUNTED)
+        else:
+            self._measured[step] = profile
 
     @cached_property
     def _traced(self) -> list[ModelProfile]:
@@ -146,9 +161,8 @@ class _Asked:
         """What ``make`` answers. It is kept for a machine that is elsewhere, as the free memory of this one changes."""
         if not self._elsewhere:
             return make()
-        asked = {name: getattr(self.args, name) for name in _ASKED}
-        description = {"what": what, "asked": asked, "step": self.step.description(), "on": self.hardware.to_dict()}
-        return kept_answer("answers", Answer, description, make)
+        facts = [what, *(getattr(self.args, name) for name in _ASKED), self.step.description(), self.hardware.to_dict()]
+        return kept("answers", Answer, key_of(facts), make)
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:
@@ -179,7 +193,7 @@ def _plan(asked: _Asked) -> None:
         if args.picture is not None:
             drawn = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
             draw_timeline(timeline, drawn, args.picture)
-    answer = asked.kept("instead", partial(_with_alternatives, asked, answer, profile))
+    answer = asked.kept("instead", partial(_with_alternatives, asked, answer))
     print_result(answer.to_json() if args.json else _more_text(args, hardware, answer))
     if answer.plan is None:
         raise ValueError(f"{answer.verdict} {answer.nearest()}")
@@ -195,44 +209,48 @@ def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answ
     return f"\n{answer.alternatives_table()}{hint if answer.fits else ''}"
 
 
-def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:
+def _with_alternatives(asked: _Asked, answer: Answer) -> Answer:
+    """``answer`` with those to the questions that differ from ``asked`` in one thing."""
+    changes = [*_other_steps(asked, answer), *other_machines(asked.args, asked.hardware, answer)]
+    found = []
     with stage("looking for what would be better") as show:
-        on_host = answer.lacks == "host memory"
-        machines = other_machines(
-            asked.hardware,
-            lacks_host_bytes=answer.lacks_bytes if on_host else 0,
-            lacks_device_bytes=0 if on_host else answer.lacks_bytes,
-        )
-        batches = {
-            f"--batch {batch} --accumulation {asked.n_sequences // batch}": (asked.derived(batch), asked.hardware)
-            for batch in asked.batches
-            if batch != answer.n_sequences
-        }
-        here = batches | others_of(profile, asked.hardware, {}) | _other_trainings(asked, answer, profile, show)
-        cases = here | others_of(profile, asked.hardware, machines)  # the nearest first
-        return replace(answer, alternatives=alternatives(cases, step_during_backward=asked.inside))
+        for what, changed in changes:
+            options = " ".join(_option(name, value) for name, value in changed.items())
+            show(options)
+            args = argparse.Namespace(**{**vars(asked.args), **changed})
+            with heard(False):
+                other = _Asked(args, machine_of(args), instead_of=asked)
+                plan = other.kept("plan", partial(_answer, other, answer.job.price)).plan
+            found.append(Alternative(what=f"{what} ({options})" if what else options, plan=plan))
+    return replace(answer, alternatives=tuple(found))
 
 
-def _other_trainings(
-    asked: _Asked, answer: Answer, profile: ModelProfile, show: Callable[[str], None]
-) -> dict[str, Case]:
-    """LoRA and QLoRA, unless all states are on the device anyway, and another batch if this one was given."""
-    step = replace(asked.step, batch=answer.n_sequences)
-    others = {}
+def _option(name: str, value: object) -> str:
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option} {value}"
+
+
+def _other_steps(asked: _Asked, answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Other batches, narrower moments, and LoRA and QLoRA unless all states are on the device anyway.
+
+    Each has a name, "" if its options say enough, and the options that differ.
+    """
+    step = asked.step
+    for batch in asked.batches:
+        if batch != answer.n_sequences:
+            yield "", {"batch": batch, "accumulation": asked.n_sequences // batch}
     if asked.args.batch is not None:
         batch = 2 * step.batch if answer.fits else answer.fitting_batch or step.batch // 2
-        others[f"--batch {batch}"] = replace(step, batch=batch)
+        if batch:
+            yield "", {"batch": batch}
+    if asked.args.moment_dtype == "float32":
+        yield "bf16 moments", {"moment_dtype": "bfloat16"}
     if answer.plan is None or answer.plan.n_persist < answer.plan.n_chunks:
         adapter = step.lora or "r=16"
         if step.lora is None and find_spec("peft"):
-            others["LoRA (--lora r=16)"] = replace(step, lora=adapter)
+            yield "LoRA", {"lora": adapter}
         if not step.load_in_4bit and find_spec("peft") and find_spec("bitsandbytes"):
-            others[f"QLoRA (--lora {adapter} --load-in-4bit)"] = replace(step, lora=adapter, load_in_4bit=True)
-    return {
-        what: (replace(asked.counted(other, show), accumulation=profile.accumulation), asked.hardware)
-        for what, other in others.items()
-        if other.batch
-    }
+            yield "QLoRA", {"lora": adapter, "load_in_4bit": True}
 
 
 def _frontier(asked: _Asked) -> None:
@@ -260,7 +278,7 @@ def _max_model(asked: _Asked) -> None:
         )
     largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}, batch {asked.step.batch}"
     title = wrapped(f"{Machine.of(asked.hardware)}\n{largest_model}", indent="  ")
-    emit(found, args, f"{title}\n{in_options(found.table())}")
+    emit(found, args, f"{title}\n{found.table()}")
 
 
 def _compare(args: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ end it later or train on something else than is meant.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ from protrain.cli.train_data import PackedRows, keeps_rows_apart, read_data
 from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
 from protrain.common.progress import print_line
-from protrain.common.signals import end_at_once
 from protrain.forward.compilation import replace_attributes
 from protrain.integrations.transformers import ProTrainMixin
 
@@ -226,8 +224,6 @@ def train(options: Options) -> None:
             ) from None
         if first:
             _describe(trainer, str(options.data.dataset_name), rows)
-        if signal.getsignal(signal.SIGINT) is end_at_once:  # until here nothing had to be saved
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         print_line(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")

@@ -100,11 +100,8 @@ def _in_columns_of_trl(rows: Any, tokenizer: Any) -> Any:
     if "conversations" in columns:
 
         def messages(row: dict[str, Any]) -> dict[str, Any]:
-            said = [
-                (each.get("from") or each["role"], each.get("value") or each["content"])
-                for each in row["conversations"]
-            ]
-            return {"messages": [{"role": _ROLES.get(role, role), "content": content} for role, content in said]}
+            said = trl.maybe_convert_to_chatml(row)["messages"]
+            return {"messages": [{**each, "role": _ROLES.get(each["role"], each["role"])} for each in said]}
 
         return rows.map(messages, remove_columns="conversations")
     if {"instruction", "output"} <= columns:

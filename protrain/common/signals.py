@@ -6,9 +6,8 @@ reference, Python prints the exception and goes on as if nothing had happened. C
 the exception for a missing attribute, and a profile or a measurement would then silently be wrong.
 
 So importing this module gives the program a handler that writes a line and leaves the process, which nothing can
-swallow. Commands that have to clean up (`train`, `bench`) have handlers of their own while they run: ``stop_requests``
-notes signals between steps, and raises an exception elsewhere. A process that merely imports the library keeps its own
-handlers.
+swallow. A training of the Trainer has handlers of its own once it has something to save: ``stop_requests`` notes
+signals, which end it between two steps. A process that merely imports the library keeps its own handlers.
 
 This module must be imported before torch, whose import takes seconds, so it imports only small modules.
 """
@@ -30,26 +29,13 @@ from protrain.common.progress import silence
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
-_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-
-
-class Stopped(KeyboardInterrupt):
-    """Raised when a signal comes inside ``StopRequests.raised``."""
-
-
-class InterruptedRun(Exception):
-    """The command was told to stop, and did so in good order. The message says how things are."""
-
-    def __init__(self, signal_number: int, message: str) -> None:
-        super().__init__(message)
-        self.signal_number = signal_number
 
 
 class StopRequests:
     """The signals that came. A second request stops the run at once.
 
     Args:
-        answer: a line for standard error when the first one comes, unless that raises.
+        answer: a line for standard error when the first one comes.
     """
 
     def __init__(self, answer: str = "") -> None:
@@ -57,7 +43,6 @@ class StopRequests:
         self.of_all = 0  # one that had come to any rank by the end of the last backward
         self._answer = answer
         self._last_s = 0.0  # when the newest signal that counts came
-        self._raises = False
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Note a signal. This is the signal handler."""
@@ -69,8 +54,6 @@ class StopRequests:
         self.received = self.received or number
         if number == signal.SIGHUP:
             _silence_closed_terminal()
-        if self._raises:
-            raise Stopped
         if first and self._answer:
             with suppress(OSError):  # the descriptor, as the stream may be in the middle of writing a line
                 os.write(2, f"\nprotrain: {signal.Signals(number).name}: {self._answer}\n".encode())
@@ -79,37 +62,18 @@ class StopRequests:
         if not first and number != signal.SIGHUP:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def raised(self) -> Iterator[None]:
-        """Inside, a signal raises ``Stopped``, also one that came before.
-
-        Python drops what is raised in a finalizer or in the callback of a weak reference. Then the body goes on, and
-        the next signal raises. C code may take what is raised for a missing attribute, so an error that leaves the body
-        after a signal becomes a ``Stopped``, too.
-        """
-        self._raises = True
-        try:
-            if self.received:
-                raise Stopped
-            yield
-        except Exception:
-            if self.received:
-                raise Stopped from None
-            raise
-        finally:
-            self._raises = False
-
 
 @contextmanager
-def stop_requests(*, over_others: bool = True, answer: str = "") -> Iterator[StopRequests]:
+def stop_requests(answer: str = "") -> Iterator[StopRequests]:
     """Note Ctrl-C, SIGTERM and a closed terminal.
 
     A signal that was ignored stays so, as nohup and scripts rely on it. So does one that has another handler than
-    Python's own, unless this one may take the place of others. ``answer`` is that of ``StopRequests``.
+    Python's own and that of the program `protrain`. ``answer`` is that of ``StopRequests``.
     """
     requests = StopRequests(answer)
     main = threading.current_thread() is threading.main_thread()  # no other thread may have handlers
-    handled = [number for number in SIGNALS if main and _may_handle(signal.getsignal(number), over_others)]
+    replaced = (signal.SIG_DFL, signal.default_int_handler, end_at_once)
+    handled = [number for number in SIGNALS if main and signal.getsignal(number) in replaced]
     before = {number: signal.signal(number, requests.receive) for number in handled}
     try:
         yield requests
@@ -125,11 +89,6 @@ def _silence_closed_terminal() -> None:
             os.write(stream.fileno(), b"")
         except (OSError, ValueError):  # also of a stream without a descriptor, which stays
             silence(stream)
-
-
-def _may_handle(handler: object, over_others: bool) -> bool:
-    """Whether another handler may take the place of ``handler``. None: that is one of C."""
-    return handler in _DEFAULT or (over_others and handler not in (signal.SIG_IGN, None))
 
 
 def is_program() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ def for_training(ram_bytes: int, n_processes: int) -> int:
     for the data loader, the page cache and the tables of pinned memory.
     """
     return int((ram_bytes - min(n_processes * _PROCESS_BYTES, ram_bytes // 8)) * HOST_SHARE)
+
+
+def ram_for(host_bytes: int, n_processes: int) -> int:
+    """The RAM of a machine of which ``n_processes`` may take ``host_bytes``: the inverse of ``for_training``."""
+    left_bytes = host_bytes / HOST_SHARE
+    return math.ceil(min(left_bytes + n_processes * _PROCESS_BYTES, left_bytes * 8 / 7))
 
 
 def available_host_bytes() -> int:
@@ -42,6 +49,14 @@ def usable_cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     granted = [cores for group, _ in _groups("cpu") if (cores := _granted_cores(group)) is not None]
     return max(1, int(min([allowed, *granted])))
+
+
+def update_threads(cores: int, *, beside_gpu: bool) -> int:
+    """The threads of the host's optimizer: all cores but two, or half of them where the CPU plays the device.
+
+    One of the two cores launches kernels. A thread that shared it would have all others wait for it.
+    """
+    return max(1, cores - 2 if beside_gpu else cores // 2)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:

@@ -30,7 +30,6 @@ class Contention(Record):
 
 RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
 _HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
-_MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
 # 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
 # buffers are there, and what is left is an assumption.
@@ -62,11 +61,11 @@ class HardwareProfile(Record):
     d2h_gbps: float
     bidirectional_gbps: float  # both directions at once, added up
     host_dram_gbps: float  # which DMA and the CPU share
-    host_adam_gparams: float  # 1e9 parameters a second, with all threads
+    host_adam_gparams: float  # 1e9 parameters a second
     device_adam_gparams: float
     source: str
     # Only calibration knows the following figures.
-    host_adam_threads: int | None = None  # the fewest threads that reach host_adam_gparams
+    host_adam_threads: int | None = None  # with which the rates of the host's AdamW were measured
     host_adam_weight_gparams: float | None = None  # where an update makes only the new weight
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
@@ -106,8 +105,8 @@ class HardwareProfile(Record):
         """The profile in ``data``. ValueError also where its machine has no memory, as a profile made in code may."""
         profile = super().from_dict(data)
         for name in ("device_bytes", "host_bytes"):
-            if not 0 < getattr(profile, name) < _MOST_BYTES:
-                raise _impossible(name, "above 0 and less than 2**63", getattr(profile, name))
+            if getattr(profile, name) <= 0:
+                raise _impossible(name, "above 0", getattr(profile, name))
         return profile
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -112,8 +111,8 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 _GIB = 1024**3
-_MORE_RAM_BYTES = 64 * _GIB
-_MOST_GPUS = 8  # of a machine
+MORE_RAM_BYTES = 64 * _GIB
+MOST_GPUS = 8  # of a machine
 # The RAM in GiB of machines with so many GPUs or fewer: of desktops for RTX cards, else of machines that are rented.
 _RAM_GIB = {
     "rtx3090": {8: 64},
@@ -186,14 +185,8 @@ def next_card(gpu_name: str, least_bytes: int = 0) -> str | None:
     return next(iter(large or later[-1:]), None)
 
 
-def other_machines(
-    hardware: HardwareProfile, *, lacks_host_bytes: int = 0, lacks_device_bytes: int = 0
-) -> dict[str, HardwareProfile]:
-    """The machine of ``hardware``, one of its GPUs, with more memory, with the next card, and with twice the GPUs.
-
-    Where nothing fits, it is by ``lacks_device_bytes`` that each GPU is too small, or by ``lacks_host_bytes`` its share
-    of the host.
-    """
+def other_machines(hardware: HardwareProfile) -> dict[str, HardwareProfile]:
+    """The machine of ``hardware``, one of its GPUs, with more memory, with the next card, and with twice the GPUs."""
     n_gpus = hardware.world_size // hardware.n_nodes
     whole = replace(
         hardware,
@@ -204,11 +197,9 @@ def other_machines(
         n_nodes=1,
         **hardware.host_adam_scaled(n_gpus),
     )
-    lacks_modules = lacks_host_bytes * n_gpus / HOST_SHARE / _MORE_RAM_BYTES
-    more_bytes = max(1, math.ceil(lacks_modules)) * _MORE_RAM_BYTES
-    larger = replace(hardware, host_bytes=hardware.host_bytes + int(more_bytes * HOST_SHARE) // n_gpus)
-    machines = {f"{format_bytes(more_bytes)} more RAM": larger}
-    name = next_card(hardware.name, hardware.device_bytes + lacks_device_bytes if lacks_device_bytes else 0)
+    larger = replace(hardware, host_bytes=hardware.host_bytes + int(MORE_RAM_BYTES * HOST_SHARE) // n_gpus)
+    machines = {f"{format_bytes(MORE_RAM_BYTES)} more RAM": larger}
+    name = next_card(hardware.name)
     if name is not None:
         card = replace(
             load(name),
@@ -218,7 +209,7 @@ def other_machines(
             **whole.host_adam_scaled(1.0),
         )
         machines[f"the next card ({name})"] = card.shared_by(n_gpus, hardware.n_nodes)
-    if hardware.device_type == "cuda" and 2 * n_gpus <= _MOST_GPUS:
+    if hardware.device_type == "cuda" and 2 * n_gpus <= MOST_GPUS:
         machines[f"{2 * n_gpus} GPUs"] = whole.shared_by(2 * n_gpus, hardware.n_nodes)
     return machines
 

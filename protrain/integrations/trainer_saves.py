@@ -11,7 +11,7 @@ number is deleted before a save, as it would pass for the end of this one.
 [Note: one decision] SIGINT, SIGTERM or SIGHUP may come to one rank alone, or to all at different moments of a step. A
 handler only notes it. At the end of each backward, and before each batch of an evaluation, the ranks tell each other
 what has come. So all of them save at the same step. Until the first step of ``train()`` has ended there is nothing to
-save, and a signal ends it at once.
+save, and signals have the handlers that they had before.
 
 [Note: workers of a loader] torchrun and terminals send a signal to a whole group of processes. The training ends its
 step all the same, for which it may need more batches, and torch raises an error in it as soon as a signal has killed a
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from signal import SIG_BLOCK, SIG_IGN, SIGHUP, SIGINT, SIGTERM, Signals, pthread_sigmask, signal, sigwaitinfo
+from signal import SIG_BLOCK, SIGHUP, SIGINT, SIGTERM, Signals, pthread_sigmask, sigwaitinfo
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from protrain.checkpoint.manifest import STATES, check_files, find_save, random_
 from protrain.checkpoint.saving import has_plan
 from protrain.common.errors import warn_user
 from protrain.common.progress import heard, print_line
-from protrain.common.signals import Stopped, stop_requests
+from protrain.common.signals import stop_requests
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import join
 from protrain.engine.weights.state_hooks import first_rank_saves
@@ -52,6 +52,10 @@ _EXPORTED = "exported"  # a folder in it while the model's weights are written
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
 _Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class _Stopped(KeyboardInterrupt):
+    """An evaluation is left, as the training is to stop."""
 
 
 class TrainerSaves(_Base):
@@ -73,13 +77,14 @@ class TrainerSaves(_Base):
         """The optimizer of ProTrain, without what Accelerate has put around it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    _requests: Any = None  # of train(), while it runs: StopRequests
+    _requests: Any = None  # of train(), from the end of its first step: StopRequests
     _saved_step = -1  # of its last checkpoint
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train. ``resume_from_checkpoint=True`` goes on from the newest checkpoint that is whole.
 
-        A signal that asks to stop ends it after the step that runs, once that is saved.
+        A signal that asks to stop ends it after the step that runs, once that is saved. In the first step it does what
+        it does in any script.
 
         Raises:
             CheckpointError: no checkpoint in the output folder is whole, or the one that is named is not.
@@ -88,19 +93,13 @@ class TrainerSaves(_Base):
         """
         first = self.args.process_index == 0
         try:
-            with (
-                stop_requests(over_others=False, answer=_ANSWER if first else "") as self._requests,
-                ExitStack() as self._first_step,
-            ):
-                self._first_step.enter_context(self._requests.raised())
+            with ExitStack() as self._handlers:
                 if resume_from_checkpoint is True:
                     found = _newest(Path(self.args.output_dir)) if first else None
                     resume_from_checkpoint = join(None).of_first(found) or True  # then the Trainer says what is wrong
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
             self._end_if(self._told())  # since the last look, which nothing else heeds
             return result
-        except Stopped as stopped:  # in the first step, or before
-            raise _ended_by(self._requests.received) from stopped
         finally:
             self._requests, self._saved_step = None, -1
 
@@ -190,17 +189,17 @@ class TrainerSaves(_Base):
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """A batch of an evaluation. One that is due in ``train()`` is left before it if a rank was told to stop."""
         if self.control.should_evaluate and self._told():
-            raise Stopped
+            raise _Stopped
         return super().prediction_step(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Do what is due after a step. If a rank was told to stop, save and end."""
         ranks = self._own_optimizer.ranks
-        if ranks.requests is not self._requests:
-            self._first_step.close()
-            ranks.requests = self._requests
+        if self._requests is None:
+            answer = _ANSWER if self.args.process_index == 0 else ""
+            self._requests = ranks.requests = self._handlers.enter_context(stop_requests(answer))
         if not (ranks.requests.of_all if ranks.several else ranks.requests.received):
-            with suppress(Stopped):
+            with suppress(_Stopped):
                 super()._maybe_log_save_evaluate(*args, **kwargs)
                 return
         self.control.should_evaluate = False
@@ -226,7 +225,7 @@ class TrainerSaves(_Base):
             saved = f"checkpoint-{step} has" if self._saved_step == step else "is not saved"
             with heard(self.args.process_index == 0):
                 print_line(f"{Signals(stop).name} has stopped the training after step {step}, which {saved}")
-            raise _ended_by(stop)
+            raise KeyboardInterrupt if stop == SIGINT else SystemExit(128 + stop)
 
 
 def _is_saved_as_it_is(model: torch.nn.Module) -> bool:
@@ -275,10 +274,6 @@ def _check(checkpoint: Path) -> None:
     )
 
 
-def _ended_by(stop: int) -> BaseException:
-    return KeyboardInterrupt() if stop == SIGINT else SystemExit(128 + stop)
-
-
 def _let_workers_stay(loader: Any) -> Any:
     """``loader``, whose workers are ended by the process that has started them, and by no other's signals."""
     own = getattr(loader, "base_dataloader", loader)  # without what Accelerate has put around it
@@ -289,15 +284,14 @@ def _let_workers_stay(loader: Any) -> Any:
 
 def _stay(begin: Callable[[int], None] | None, worker: int) -> None:
     """What ``worker`` does first, before what it was to ``begin`` with."""
-    for number in (SIGINT, SIGHUP):
-        signal(number, SIG_IGN)
-    pthread_sigmask(SIG_BLOCK, [SIGTERM])  # by which a training ends a worker that hangs
+    pthread_sigmask(SIG_BLOCK, [SIGINT, SIGHUP, SIGTERM])
     Thread(target=_end_with_training, name="protrain-end", daemon=True).start()
     if begin is not None:
         begin(worker)
 
 
 def _end_with_training() -> None:
+    """End this worker by SIGTERM of the training, which sends that to a worker that hangs."""
     while sigwaitinfo([SIGTERM]).si_pid != os.getppid():
         pass
     os._exit(0)

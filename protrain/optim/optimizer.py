@@ -27,7 +27,7 @@ from protrain.engine.states.groups import Groups, check_options
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
 from protrain.optim.states import FirstCall, StatesInChunks, match_state
-from protrain.planning.answer import Answer, alternatives, explain, others_of
+from protrain.planning.answer import Answer, alternatives, explain
 from protrain.planning.plan import Plan
 from protrain.planning.predict import host_gparams
 
@@ -203,8 +203,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def explain(self) -> Answer:
         """What limits the plan, what each of its numbers would change, and how fast other machines would be."""
         profile, inside = self._engine.profile, self.step_during_backward
-        cases = others_of(profile, self.hardware, other_machines(self.hardware))
-        others = alternatives(cases, step_during_backward=inside)
+        machines = other_machines(self.hardware)
+        others = alternatives(profile, self.hardware, machines, step_during_backward=inside)
         return replace(explain(self.plan, profile, self.hardware, step_during_backward=inside), alternatives=others)
 
     # -- state ---------------------------------------------------------------------------------------------------------

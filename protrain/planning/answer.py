@@ -28,8 +28,6 @@ from protrain.profiler.model_profile import ModelProfile
 _SHOWN = 0.0005  # the smallest share that is printed as 0.1%
 _SAME = 0.005  # speeds within this share count as the same, since the search has other criteria for plans so close
 
-Case = tuple[ModelProfile, HardwareProfile]  # what is trained, and where
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Record):
@@ -194,9 +192,7 @@ class Answer(Record):
         """The step time on the slower host that plans are made for, as text; "" if no host is slower or has work."""
         if self.slower_share >= 0.995:  # the host is slower by less than what is printed as 1%
             return ""
-        slower, calibrated = format_ms(self.slower_ms), format_ms(self.fitting.step_ms)
-        time = "the same" if slower == calibrated else slower
-        return f"{time} should the host update {1 - self.slower_share:.0%} more slowly"
+        return f"{format_ms(self.slower_ms)} should the host update {1 - self.slower_share:.0%} more slowly"
 
     @property
     def slower_ms(self) -> float:
@@ -281,10 +277,11 @@ class Answer(Record):
                 rows.append([other.what, "-", "-", "does not fit"])
                 continue
             speed = other.plan.tokens_per_s
-            change = "fits"
-            if self.tokens_per_s is not None:
-                gains = speed > self.tokens_per_s * (1 + _SAME)
-                change = format_change(speed, self.tokens_per_s) if gains else "no faster"
+            change = "no faster"
+            if self.tokens_per_s is None:
+                change = "fits"
+            elif speed > self.tokens_per_s * (1 + _SAME):
+                change = format_change(speed, self.tokens_per_s)
             rows.append([other.what, f"{speed:,.0f}", self.job.bill(speed, other.plan.world_size), change])
         return aligned(rows, WIDTH) if self.alternatives else ""
 
@@ -339,30 +336,26 @@ def _model(profile: ModelProfile, hardware: HardwareProfile) -> dict[str, Any]:
     }
 
 
-def alternatives(cases: Mapping[str, Case], *, step_during_backward: bool = False) -> tuple[Alternative, ...]:
-    """The fastest plan of each of ``cases``, by what it is called."""
-    found = []
-    for what, (profile, hardware) in cases.items():
-        plan = None
-        with suppress(PlanError):
-            plan = search(profile, hardware, step_during_backward=step_during_backward)
-        found.append(Alternative(what=what, plan=plan))
-    return tuple(found)
-
-
-def others_of(
-    profile: ModelProfile, hardware: HardwareProfile, machines: Mapping[str, HardwareProfile]
-) -> dict[str, Case]:
-    """``profile`` on ``machines``, by what they are called, and on ``hardware`` with moments of 16 bits.
+def alternatives(
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    machines: Mapping[str, HardwareProfile],
+    *,
+    step_during_backward: bool = False,
+) -> tuple[Alternative, ...]:
+    """The fastest plans for the same batch, with moments of 16 bits and on ``machines``, by what these are called.
 
     The times that a profile has were measured on its own card. On another card they are estimated from its operations.
     """
-    narrow = replace(profile, moment_dtype="bfloat16"), hardware
-    moments = {"bf16 moments (--moment-dtype bf16)": narrow} if profile.moment_dtype == "float32" else {}
-    return moments | {
-        what: (profile if machine.name == hardware.name else replace(profile, device="meta"), machine)
-        for what, machine in machines.items()
-    }
+    narrow, estimated = replace(profile, moment_dtype="bfloat16"), replace(profile, device="meta")
+    cases = {"bf16 moments": (narrow, hardware)} if narrow != profile else {}
+    for what, machine in machines.items():
+        cases[what] = profile if machine.name == hardware.name else estimated, machine
+    found = dict.fromkeys(cases)
+    for what, case in cases.items():
+        with suppress(PlanError):
+            found[what] = search(*case, step_during_backward=step_during_backward)
+    return tuple(Alternative(what=what, plan=plan) for what, plan in found.items())
 
 
 def _signed(size: int) -> str:

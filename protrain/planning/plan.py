@@ -197,15 +197,14 @@ def block_modes(n_blocks: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int = 0) -
 def fingerprint(profile: ModelProfile) -> str:
     """A hash of parameters, their shapes and optimizer groups, units, blocks and dtype. The batch is not part of it.
 
-    It has two parts: a hash of what is known without a profile, and a hash of the rest.
+    It has two parts: a hash of parameters and dtype, and a hash of the rest.
     """
     units = [(unit.name, unit.block, unit.parameters) for unit in profile.units]
     rest = _digest([units, [block.name for block in profile.blocks]])
-    return f"{parameters_fingerprint(profile.parameters, profile.dtype)}-{rest}"
+    return f"{_of_parameters(profile.parameters, profile.dtype)}-{rest}"
 
 
-def parameters_fingerprint(parameters: Iterable[ParameterRecord], dtype: str) -> str:
-    """The first part of ``fingerprint``."""
+def _of_parameters(parameters: Iterable[ParameterRecord], dtype: str) -> str:
     return _digest([dtype, [(record.name, record.shape, record.group) for record in parameters]])
 
 
@@ -217,35 +216,27 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _REMEDY = "make a new plan, or leave plan= out to have one searched"
 
 
-def refuse_other_parameters(
-    plan: Plan, model: str, parameters: tuple[ParameterRecord, ...], dtype: str, *, n_blocks: int
-) -> None:
-    """Raise ValueError if ``plan`` was made for other parameters, dtype or optimizer groups. It names the difference.
+def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
+    """Raise ValueError if ``plan`` was made for another model, dtype or optimizer groups. It names the difference.
 
-    This needs no profile. A plan holds a hash of what it was made for, so the difference is found by trying.
+    A plan holds a hash of what it was made for, so the difference is found by trying.
     """
-    made_for = plan.model.partition("-")[0]
-    if made_for == parameters_fingerprint(parameters, dtype):
+    if plan.model == fingerprint(profile):
         return
-    one_group = tuple(replace(record, group=min(record.group, 0)) for record in parameters)
-    others = [other for other in _DTYPES if made_for == parameters_fingerprint(parameters, other)]
-    if others:
-        difference = f"its dtype differs, {others[0]} in place of {dtype}"
+    made_for, n_blocks = plan.model.partition("-")[0], len(profile.blocks)
+    one_group = [replace(record, group=min(record.group, 0)) for record in profile.parameters]
+    dtypes = [dtype for dtype in _DTYPES if made_for == _of_parameters(profile.parameters, dtype)]
+    if profile.dtype in dtypes:
+        difference = "it has the same parameters, but other modules use them, or in another order"
+    elif dtypes:
+        difference = f"its dtype differs, {dtypes[0]} in place of {profile.dtype}"
     elif len(plan.block_modes) != n_blocks:
         difference = f"it has {len(plan.block_modes)} blocks, this one {n_blocks}"
-    elif made_for == parameters_fingerprint(one_group, dtype):
+    elif made_for == _of_parameters(one_group, profile.dtype):
         difference = "its optimizer has a single group of parameters, this one several"
     else:
         difference = "its parameters or their optimizer groups differ"
-    raise _other_model(model, difference)
-
-
-def refuse_other_model(plan: Plan, profile: ModelProfile) -> None:
-    """Raise ValueError if ``plan`` was made for another model, even for one of the same parameters."""
-    n_blocks = len(profile.blocks)
-    refuse_other_parameters(plan, profile.model, profile.parameters, profile.dtype, n_blocks=n_blocks)
-    if plan.model != fingerprint(profile):
-        raise _other_model(profile.model, "it has the same parameters, but other modules use them, or in another order")
+    raise ValueError(f"the plan was made for another model than {profile.model}: {difference}; {_REMEDY}")
 
 
 def refuse_other_world_size(plan: Plan, world_size: int) -> None:
@@ -255,10 +246,6 @@ def refuse_other_world_size(plan: Plan, world_size: int) -> None:
             f"the plan was made for world_size={plan.world_size}, and here it is {world_size}: every rank has another "
             f"share of the model states; start {plan.world_size} process{'es' * (plan.world_size > 1)}, {_REMEDY}"
         )
-
-
-def _other_model(model: str, difference: str) -> ValueError:
-    return ValueError(f"the plan was made for another model than {model}: {difference}; {_REMEDY}")
 
 
 def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanError:

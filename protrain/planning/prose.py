@@ -56,10 +56,7 @@ def updates(plan: Plan, device: str, in_backward: bool) -> str:
     """Which updates do not wait for the norm, and who makes them; "" if all wait."""
     parts = ["inside backward"] if in_backward else []
     if plan.n_speculate:
-        alone = ""
-        if plan.n_weight_only:
-            some = plan.n_weight_only < plan.n_speculate
-            alone = f", of {plan.n_weight_only} of them the weights alone" if some else ", of the weights alone"
+        alone = f", of {plan.n_weight_only} of them the weights alone" if plan.n_weight_only else ""
         parts.append(f"the host does {counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
     if plan.stream and plan.n_persist + plan.n_speculate < plan.n_chunks:
         parts.append(f"the {device} helps when the host is late")

@@ -42,7 +42,7 @@ time. That is 99% of the calibrated rate on steady hosts, and was 93% on a host 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
@@ -217,10 +217,6 @@ class ModeCosts(NamedTuple):
     pack_ms: float = 0.0  # on the GPU, at the end of forward
     recompute_ms: float = 0.0  # on the GPU, in backward
 
-    def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
-        """Milliseconds that one of several such blocks in a row adds to a step, with this computing."""
-        return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms)
-
 
 def swap_costs(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> ModeCosts:
     """The copies if everything is packed into one buffer, or if each storage is copied by itself.
@@ -247,7 +243,8 @@ def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[boo
     def row_ms(index: int, *, packed: bool) -> float:
         calls = max(1, n_calls[index])
         costs = swap_costs(profile.blocks[index], calls, hardware, packed=packed)
-        return costs.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
+        forward_ms, backward_ms = times.forward[index] / calls, times.backward[index] / calls
+        return max(costs.out_ms, forward_ms + costs.pack_ms) + max(costs.back_ms, backward_ms)
 
     packs = tuple(
         row_ms(index, packed=True) < (1 - _LEAST_GAIN) * row_ms(index, packed=False)
@@ -320,17 +317,6 @@ def slower_share(hardware: HardwareProfile) -> float:
     slow = hardware.host_adam_p20_gparams
     usual = UNKNOWN if slow is None else (1.0 + min(1.0, slow / hardware.host_adam_gparams)) / 2
     return usual * _SLOWER
-
-
-def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:
-    """``hardware`` with a host that updates at ``share`` of its rate."""
-    weights, narrow = hardware.host_adam_weight_gparams, hardware.host_adam_narrow_gparams
-    return replace(
-        hardware,
-        host_adam_gparams=hardware.host_adam_gparams * share,
-        host_adam_weight_gparams=None if weights is None else weights * share,
-        host_adam_narrow_gparams=None if narrow is None else narrow * share,
-    )
 
 
 _STAGING_SLOTS = 2  # slots of the engine's AdamStaging: one is copied in while the other is copied out

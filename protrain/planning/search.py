@@ -15,7 +15,8 @@ for more.
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
 (``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory:
 ``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
-since a transfer may be late.
+since a transfer may be late. A clipped step makes every speculative update twice, and plans expect that a few steps are
+clipped. So a plan with device memory to spare keeps more chunks there.
 
 If the whole training fits on the device, another plan must save ``_MOVING_MUST_GAIN``. An update on the host saves at
 most about the bandwidth of the host's memory divided by that of the device's, 4% to 5% on an H100. It can cost far
@@ -223,7 +224,7 @@ class _Search:
         if score_ms == inf:
             models = self._models[keeps]
             share = _share(counts, models)
-            score_ms = share * models.slower_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
+            score_ms = share * models.judged_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
             self._scores_ms[keeps, counts] = score_ms
         return _Found(score_ms, keeps, counts)
 

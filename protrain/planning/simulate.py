@@ -72,17 +72,21 @@ class Run:
         steps: what steps do under every plan.
         modes: of the blocks.
         counts: the integers of the plan.
+        host_share: the host's rate of updates, as a share of the calibrated one.
+        only_adds: no updates follow the forward and backward, whose gradients are only added to sums.
     """
 
-    def __init__(self, steps: Steps, modes: Modes, counts: Counts) -> None:
+    def __init__(
+        self, steps: Steps, modes: Modes, counts: Counts, host_share: float = 1.0, *, only_adds: bool = False
+    ) -> None:
         self._steps, self._counts = steps, counts
         self.tasks: list[Task] = [(GPU, 0.0, (), BEGIN, "", "")]
         n_chunks, costs = len(steps.upload_ms), steps.costs(modes)
         self._costs = costs
         self._visits = list(
             zip(
-                steps.visits(counts.n_persist, counts.n_device_sum),
-                *steps.fetched(counts.n_persist, counts.n_buffer),
+                steps.visits(counts.n_persist, counts.n_device_sum, only_adds=only_adds),
+                *steps.fetched(counts.n_persist, counts.n_buffer, only_adds=only_adds),
                 strict=True,
             )
         )
@@ -98,14 +102,14 @@ class Run:
         self._swapped_out = [BEGIN] * len(costs)  # by unit: after it the activations are in host memory
         self._beside_ms = 0.0  # collectives that the next visit computes beside
         # The GPU updates persistent chunks, and the host the others. By gradient: the update that it waits for.
-        self._by_gpu, by_host = steps.updates(counts.n_persist, counts.n_device_sum)
+        self._by_gpu, by_host = steps.updates(counts.n_persist, counts.n_device_sum, host_share, only_adds=only_adds)
         update_ms = dict(by_host)
         awaited = steps.handed_on(modes, counts.n_persist)
         self._awaited = {number: (chunk, update_ms.pop(chunk)) for number, chunk in awaited}
         self._backward()
         alone = Times()  # at full rate
         alone.add(self.tasks)
-        self._choose(list(update_ms.items()), alone.ends)
+        self._choose(list(update_ms.items()), alone.ends, steps.sharing(counts.n_persist, host_share))
         self._update()
         self.begin, self.first = self._last[GPU], len(self.tasks)  # the step's begin, and its first task
         self._forward()
@@ -116,7 +120,7 @@ class Run:
         factors: Iterable[float] = repeat(1.0)
         if steps.overlaps:
             alone.add(self.tasks[len(alone.ends) :])
-            factors = slowdowns(steps.shares, [task[0] for task in self.tasks], alone.starts, alone.ends)
+            factors = slowdowns(steps.shares(host_share), [task[0] for task in self.tasks], alone.starts, alone.ends)
         else:  # each task waits for the one before
             self.tasks[1:] = [
                 (lane, ms, (at,), BEGIN, kind, what) for at, (lane, ms, _, _, kind, what) in enumerate(self.tasks[1:])
@@ -222,7 +226,7 @@ class Run:
             self._wait(GPU, region)  # until then the engine issues nothing
             self._wait(UP, region)
 
-    def _choose(self, updates: Updates, ends: Sequence[float]) -> None:
+    def _choose(self, updates: Updates, ends: Sequence[float], sharing: Sharing) -> None:
         """Choose when and where ``updates`` are made, by the ``ends`` of the first backward. Later ones do the same."""
         steps, first = self._steps, self._counts.n_persist + self._counts.n_speculate
         over, free = ends[self._last[GPU]], ends[self._last[HOST]]
@@ -242,7 +246,6 @@ class Run:
                     self._put_off[chunk] = whole_ms
         in_time = dict(self._in_time)
         after = [(chunk, ms) for chunk, ms in updates if chunk not in in_time]
-        sharing = steps.sharing(self._counts.n_persist)
         by_gpu = _updated_by_gpu(after, first, sharing, free - over) if steps.streams else []
         self._streamed = [(chunk, steps.streamed_ms[chunk]) for chunk in by_gpu]
         self._after = [update for update in after if update[0] not in by_gpu]

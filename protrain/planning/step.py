@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, cycle
 
-from protrain.hardware.profile import HardwareProfile
-from protrain.planning.contention import lost_to_collectives, shares_kept
+from protrain.planning.contention import Shares, lost_to_collectives, shares_kept
 from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import BlockMode, Modes
+from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
     GradientPart,
@@ -79,20 +78,14 @@ class Visit:
 class Steps:
     """What steps do under every plan, for the model, layout and machine of ``memory``. Times are at full rate.
 
-    Args:
-        memory: the memory model.
-        hardware: the machine, if its host updates at another rate than that of ``memory``.
-        only_adds: the steps are a forward and backward that no updates follow, and whose gradients are only added to
-            sums.
+    Where ``only_adds`` is given, it says whether no updates follow the forward and backward, as gradients are only
+    added to sums. ``host_share`` is the host's rate of updates as a share of the calibrated one.
     """
 
-    def __init__(
-        self, memory: MemoryModel, hardware: HardwareProfile | None = None, *, only_adds: bool = False
-    ) -> None:
+    def __init__(self, memory: MemoryModel) -> None:
         self._profile, self._layout = profile, layout = memory.profile, memory.layout
-        self._hardware = hardware = hardware or memory.hardware
+        self._hardware = hardware = memory.hardware
         self._memory = memory
-        self._only_adds = only_adds
         self.overlaps = hardware.device_type != "cpu"  # a CPU does one thing after the other
         self.in_backward, self.accumulates = memory.step_during_backward, memory.accumulates
         element, world_size = profile.element_bytes, layout.world_size
@@ -126,20 +119,19 @@ class Steps:
         # By chunk: the elements that a step updates on this rank, and milliseconds of what is done with the chunk.
         shards = [layout.shard_elements(chunk) for chunk in layout.chunks]
         updated = updated_chunks(profile, layout)
-        updates = [n * (chunk in updated) * (not only_adds) for chunk, n in enumerate(shards)]
+        self._updated_elements = [n * (chunk in updated) for chunk, n in enumerate(shards)]
         self.upload_ms = [bytes_ms(n * element, hardware.h2d_gbps) for n in shards]
         self.gather_ms = [
             _collective_ms(chunk.elements * element, hardware.gather_gbps) if world_size > 1 else 0.0
             for chunk in layout.chunks
         ]
         dtype, moment_bytes = profile.dtype, profile.moment_bytes
-        device_gparams, host_gparams = device_update_gparams(profile, hardware), host_update_gparams(profile, hardware)
-        streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
-        self._device_update_ms, self._host_update_ms, self.streamed_ms = (
-            [n / gparams / 1e6 for n in updates] for gparams in (device_gparams, host_gparams, streamed_gparams)
-        )
+        self._host_gparams = host_update_gparams(profile, hardware)
+        self._streamed_gparams, self._streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
+        self._device_update_ms = self._updates_ms(device_update_gparams(profile, hardware))
+        self.streamed_ms = self._updates_ms(self._streamed_gparams)
         self.streams = memory.stream and self.overlaps  # the GPU may update chunks in host memory
-        adam_bytes = moved_bytes(dtype, moment_bytes)
+        self._adam_bytes = adam_bytes = moved_bytes(dtype, moment_bytes)
         # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
         self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
@@ -149,10 +141,8 @@ class Steps:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
             self.weight_share = min(1.0, self.weight_share * (measured / counted))
-        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
-        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in updates]
-        self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
-        self._update_gparams = host_gparams, streamed_gparams
+        there_bytes = self._streamed_gbps[0] / self._streamed_gparams  # a parameter
+        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
         starts = list(accumulate(forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(held) - 1, -1, -1) for chunk in held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
@@ -166,17 +156,21 @@ class Steps:
         self.costs = cache(self._costs_under)
         self.fetched = cache(self._fetched_under)
         self.sharing = cache(self._sharing_under)
+        self.shares = cache(self._shares_under)
 
     @property
     def speculates(self) -> bool:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return self.overlaps and not self.in_backward
 
-    def gpu_ms(self, modes: Modes, n_persist: int) -> float:
+    def gpu_ms(self, modes: Modes, counts: Counts) -> float:
         """How long the GPU is busy with what it does in any case. No step is shorter."""
         more_ms = [costs.pack_ms + costs.recompute_ms for costs in self.costs(modes)]
-        updates_ms = sum(self._device_update_ms[:n_persist])
-        return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + updates_ms
+        _, gathers = self.fetched(counts.n_persist, counts.n_buffer, only_adds=False)
+        gathers_ms = sum(self.gather_ms[chunk] for chunk, _ in chain.from_iterable(gathers))
+        beside_ms = self.lost_to_collectives * (gathers_ms + sum(self._reduce_ms.values()))
+        updates_ms = sum(self._device_update_ms[: counts.n_persist])
+        return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + beside_ms + updates_ms
 
     def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
@@ -189,14 +183,14 @@ class Steps:
             for key, chunk in chunks.items()
         }
 
-    def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
+    def _visits_under(self, n_persist: int, n_device_sum: int, *, only_adds: bool) -> list[Visit]:
         """The visits of forward and backward under these placements.
 
         Gradients of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step.
         Ranks that reduce the gradients of a chunk offload one shard, with the last of them.
         """
         on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
-        stay = on_device if self._only_adds else ()
+        stay = on_device if only_adds else ()
         away = {
             part.number: part.chunk
             for part in chain.from_iterable(self._gradients)
@@ -204,7 +198,10 @@ class Steps:
         }
         staging, first = self._rotated(away), self._layout.first_buffered(n_persist)
         gradients = [
-            tuple(self._gradient(part, staging.get(part.number, -1), part.chunk not in on_device) for part in of_visit)
+            tuple(
+                self._gradient(part, staging.get(part.number, -1), part.chunk not in on_device, only_adds=only_adds)
+                for part in of_visit
+            )
             for of_visit in self._gradients
         ]
         return [
@@ -220,14 +217,14 @@ class Steps:
             )
         ]
 
-    def _gradient(self, part: GradientPart, staging: int, sum_is_away: bool) -> Gradient:
+    def _gradient(self, part: GradientPart, staging: int, sum_is_away: bool, *, only_adds: bool) -> Gradient:
         """The work on ``part``. ``sum_is_away``: an offloaded chunk has its sum in host memory."""
         element = self._profile.element_bytes  # what flattening reads, and writes
         offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
         if self._memory.accumulates and staging >= 0 and sum_is_away:
             # The first batch of a step fetches no sum.
-            n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
-            share = (n_batches - 1) / n_batches if self._only_adds else 1.0
+            n_batches = self._profile.accumulation - only_adds  # those that this is the mean of
+            share = (n_batches - 1) / n_batches if only_adds else 1.0
             up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
             sum_up_ms = share * up_ms * _SUM_BYTES / element
         if self._memory.accumulates and not self._sent:  # the time of a reduction has the additions
@@ -247,13 +244,21 @@ class Steps:
             reduce_ms=self._reduce_ms.get(part.number, 0.0),
         )
 
-    def _updates_under(self, n_persist: int, n_device_sum: int) -> tuple[Updates, Updates]:
+    def _updates_ms(self, gparams: float) -> list[float]:
+        """By chunk, how long its update takes at ``gparams`` 1e9 parameters a second."""
+        return [n / gparams / 1e6 for n in self._updated_elements]
+
+    def _updates_under(
+        self, n_persist: int, n_device_sum: int, host_share: float, *, only_adds: bool
+    ) -> tuple[Updates, Updates]:
         """The updates of persistent chunks by the GPU, and of chunks in host memory by the host, in execution order."""
+        if only_adds:
+            return [], []
         on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
         by_gpu = [(chunk, ms) for chunk, ms in enumerate(self._device_update_ms[:n_persist]) if ms]
         by_host = [
             (chunk, ms if chunk in on_device else ms * self._from_sum)
-            for chunk, ms in enumerate(self._host_update_ms)
+            for chunk, ms in enumerate(self._updates_ms(self._host_gparams * host_share))
             if ms and chunk >= n_persist
         ]
         return by_gpu, by_host
@@ -264,7 +269,7 @@ class Steps:
         return self._memory.gradients.handed_on(n_persist, self._memory.n_host_regions(n_persist, swapped_bytes))
 
     def _fetched_under(
-        self, n_persist: int, n_buffer: int
+        self, n_persist: int, n_buffer: int, *, only_adds: bool
     ) -> tuple[Sequence[Sequence[Fetch]], Sequence[Sequence[Fetch]]]:
         """By visit, what is uploaded from host memory, and what ranks gather.
 
@@ -272,24 +277,28 @@ class Steps:
         chunks are copied there on the device, which is taken to take no time.
         """
         first = self._layout.first_buffered(n_persist)
-        fetches = self._fetches.of(first, n_buffer, after_update=not self._only_adds)
+        fetches = self._fetches.of(first, n_buffer, after_update=not only_adds)
         if self._layout.world_size == 1:
             return fetches, [()] * len(fetches)
         return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches
 
-    def _sharing_under(self, n_persist: int) -> Sharing:
+    def _shares_under(self, host_share: float) -> Shares:
+        """The share of its rate that every lane keeps beside every other lane."""
+        return shares_kept(self._hardware, self._host_gparams * host_share * self._adam_bytes, self._streamed_gbps)
+
+    def _sharing_under(self, n_persist: int, host_share: float = 1.0) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
-        host_gparams, device_gparams = self._update_gparams
-        link_kept = float(self.shares[UP, HOST])
+        shares = self.shares(host_share)
+        link_kept = float(shares[UP, HOST])
         return Sharing(
             needed_ms=needed_ms,
             upload_ms=tuple(ms / link_kept for ms in self.upload_ms),
             states_ms=tuple(ms / link_kept for ms in self._states_ms),
-            host_gparams=host_gparams,
-            device_gparams=device_gparams * float(self.shares[STREAM, HOST]),
-            host_kept=float(self.shares[HOST, STREAM]),
+            host_gparams=self._host_gparams * host_share,
+            device_gparams=self._streamed_gparams * float(shares[STREAM, HOST]),
+            host_kept=float(shares[HOST, STREAM]),
             staging_bytes=staging_bytes(self._layout.usual_shard_elements),
         )
 

@@ -8,7 +8,6 @@ profiled anew with ``PROTRAIN_CACHE=0``.
 
 from __future__ import annotations
 
-import functools
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -20,12 +19,11 @@ import torch
 from torch import nn
 
 from protrain.common import batch as batches
-from protrain.common.cache import keeps_measurements
 from protrain.common.parameters import is_managed
 from protrain.forward.compilation import CompiledForward
 from protrain.forward.recomputation import autocast_dtype
 from protrain.profiler.blocks import find_blocks
-from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
+from protrain.profiler.kept_profiles import digest_of, kept, key_of
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import ALONE, MISSING, Together
 from protrain.profiler.trace import profile
@@ -51,7 +49,7 @@ def cached_profile(
     """
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
     make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, together=together, **how)
-    if device.type == "cpu" or not keeps_measurements():
+    if device.type == "cpu":
         together.largest(MISSING, 1.0)
         return make()
     key = fingerprint(model, example_batch, **how)
@@ -91,9 +89,7 @@ def fingerprint(
         "batch dtypes": [str(tensor.dtype) for _, tensor in batches.named_tensors(example_batch)],
         "dtype": str(dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": {name: version_of(name) for name in LIBRARIES if name in sys.modules},
         "cuda": torch.version.cuda,
-        "profiler": _own_code(),
         "settings": _settings(device.type),
     }
     return key_of(facts)
@@ -137,13 +133,6 @@ def _user_code() -> str:
     installed = tuple({*sysconfig.get_paths().values(), sys.base_prefix, str(Path(torch.__file__).parent.parent)})
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     return digest_of(Path(file) for file in files if file.endswith(".py") and not file.startswith(installed))
-
-
-@functools.cache
-def _own_code() -> str:
-    """A digest of the source files that decide what a profile holds, because two builds may share a version number."""
-    folders = ("profiler", "forward")
-    return digest_of(file for name in folders for file in Path(__file__).parents[1].glob(f"{name}/*.py"))
 
 
 def _settings(device_type: str) -> list[Any]:

@@ -1,8 +1,8 @@
 """The profiles that are kept on disk, each under a key: a digest of everything that the profile depends on.
 
 Building a large model takes longer than planning for it. A caller who builds it from a description, and has it counted
-on the meta device, asks ``kept_answer`` for what follows from the description. If it is kept, that needs neither torch
-nor any library of the model. ``protrain.profiler.cache`` makes the keys of models that are in memory.
+on the meta device, makes the key from the description. If the answer is kept, that needs neither torch nor any library
+of the model. ``protrain.profiler.cache`` makes the keys of models that are in memory.
 """
 
 from __future__ import annotations
@@ -20,29 +20,9 @@ from typing import Any, TypeVar
 from protrain.common.cache import cache_folder, keeps_measurements, say_unwritable
 from protrain.common.records import Record
 
-LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
+_LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
 _KEPT = 64  # the number of files kept in a folder; the oldest are deleted first
 Kept = TypeVar("Kept", bound=Record)
-
-
-def kept_answer(folder: str, kind: type[Kept], description: dict[str, Any], make: Callable[[], Kept]) -> Kept:
-    """What ``make`` makes of ``description``, from a ``folder`` of the cache if possible, without importing a library.
-
-    Args:
-        folder: of the cache.
-        kind: of the answer.
-        description: everything that decides what ``make`` returns, apart from this package and the libraries. torch's
-            switches decide nothing, as they choose among kernels, and on the meta device none runs.
-        make: makes the answer.
-    """
-    if not keeps_measurements():
-        return make()
-    facts = {
-        "description": description,
-        "code": digest_of(Path(__file__).parents[1].rglob("*.py")),
-        "versions": {name: version_of(name) for name in LIBRARIES},
-    }
-    return kept(folder, kind, key_of(facts), make)
 
 
 def kept(folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use: Callable[[bool], bool] = bool) -> Kept:
@@ -50,6 +30,9 @@ def kept(folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use:
 
     ``use`` is told whether the cache has it, and says whether it is used.
     """
+    if not keeps_measurements():
+        use(False)
+        return make()
     path, found = cache_folder() / folder / f"{key}.json", None
     with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
         found = kind.load(path)
@@ -67,10 +50,17 @@ def kept(folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use:
     return made
 
 
-def key_of(facts: dict[str, Any]) -> str:
-    """The digest of ``facts`` and of the version of Python."""
-    facts = {**facts, "python": platform.python_version()}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+def key_of(facts: Any) -> str:
+    """The digest of ``facts``, of the code of this package, and of the versions of Python and of the libraries."""
+    versions = {name: version_of(name) for name in _LIBRARIES}
+    whole = {"facts": facts, "python": platform.python_version(), "versions": versions, "code": _own_code()}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _own_code() -> str:
+    """A digest of this package's source files, because two builds may share a version number."""
+    return digest_of(Path(__file__).parents[1].rglob("*.py"))
 
 
 def digest_of(files: Iterable[Path]) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import starmap, zip_longest
-from math import isfinite, prod
-from typing import Any, Self, TypeVar
+from math import prod
+from typing import TypeVar
 
 from protrain.common.records import Record
 
-_BEYOND = 2**63  # the planner computes with 64-bit integers
 _Sized = TypeVar("_Sized", "BlockRecord", "SegmentRecord")
 
 
@@ -132,20 +131,10 @@ class ModelProfile(Record):
     accumulation: int = 1  # micro-batches (backward() calls) in a step
     moment_dtype: str = "float32"  # the type of Adam's two moments: "float32" or "bfloat16"
 
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """The profile in ``data``. ValueError also for numbers with which the planner cannot compute."""
-        profile = super().from_dict(data)
-        if profile.accumulation < 1:
-            raise ValueError(f"ModelProfile.accumulation must be at least 1, not {profile.accumulation!r}")
-        records: tuple[Record, ...] = (profile, *profile.blocks, *profile.segments)
-        for record in records:
-            for name, value in vars(record).items():
-                if isinstance(value, float) and not isfinite(value):
-                    raise ValueError(f"{type(record).__name__}.{name} must be a finite number, not {value!r}")
-                if isinstance(value, int) and abs(value) >= _BEYOND:
-                    raise ValueError(f"{type(record).__name__}.{name} must be less than 2**63, not {value!r}")
-        return profile
+    def __post_init__(self) -> None:
+        """Refuse a step without micro-batches."""
+        if self.accumulation < 1:
+            raise ValueError(f"ModelProfile.accumulation must be at least 1, not {self.accumulation!r}")
 
     def keeping_attention(self) -> ModelProfile:
         """This profile if every checkpointed block keeps its attention outputs along with its inputs."""

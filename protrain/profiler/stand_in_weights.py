@@ -34,9 +34,10 @@ from torch.overrides import TorchFunctionMode
 from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.common.trees import replace_leaves, tensors_in
+from protrain.forward.compilation import replace_attributes
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
-from protrain.profiler.operations import memory_in, storage_key, storages_in
+from protrain.profiler.operations import memory_in, storage_key
 
 # Where the code lies whose frames see each operation: this package, and torch's calls of operators.
 _WATCHING = os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), str(torch._ops.__file__)
@@ -89,7 +90,6 @@ class StandInWeights:
                 self._unmanaged.append(self._replacements[id(tensor)])
         pairs = [(buffer, self._replacements[id(buffer)]) for buffer in model.buffers()]
         self._buffers = [(original, buffer, buffer._version) for original, buffer in pairs]
-        self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
 
     def measured_by(self, meter: Meter | None) -> None:
         """Use ``meter`` from now on, which does not count the stand-ins."""
@@ -184,12 +184,8 @@ class StandInWeights:
                     "call the model once before"
                 )
 
-    def unmanaged_bytes(self) -> int:
-        """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""
-        return sum(storages_in(self.unmanaged_memory()).values())
-
     def unmanaged_memory(self) -> list[Tensor]:
-        """The plain tensors that buffers and unmanaged parameters consist of."""
+        """The plain tensors that buffers and unmanaged parameters consist of, or keep in attributes."""
         return plain_tensors(self._unmanaged)
 
     def storages(self) -> set[StorageWeakRef]:
@@ -197,28 +193,30 @@ class StandInWeights:
         return {storage_key(tensor) for tensor in (*self.stand_ins, *self.unmanaged_memory())}
 
     def __enter__(self) -> StandInWeights:
-        for module in self._model.modules():
-            self._before.append((module, dict(module._parameters), dict(module._buffers)))
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    _set_parameter(module, name, self._replacements[id(parameter)])
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = self._replacements[id(buffer)]
+        held = [replaced for module in self._model.modules() for replaced in self._held_by(module)]
+        self._put_back = replace_attributes(held)
         if self.device.type == "cuda":
             self.keep([index for index, original in enumerate(self.originals) if original.ndim < 2])
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        for module, parameters, buffers in self._before:
-            for name, parameter in parameters.items():
-                _set_parameter(module, name, parameter)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        self._before.clear()
+        self._put_back()
         self._free(list(self._filled))
         if trace is not None:
             self._hide_emptied(trace)
+
+    def _held_by(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+        """What ``module`` holds meanwhile, each with the attribute. Its own dictionaries and lists stay as they are."""
+        for kind in ("_parameters", "_buffers"):
+            yield module, kind, {name: self._in_place_of(tensor) for name, tensor in vars(module)[kind].items()}
+        if isinstance(module, nn.RNNBase):
+            weights = [self._in_place_of(tensor) for tensor in module._flat_weights]
+            yield module, "_flat_weights", weights
+            # If these change, the module gives its weights a storage of their own.
+            yield module, "_flat_weight_refs", [tensor if tensor is None else weakref.ref(tensor) for tensor in weights]
+
+    def _in_place_of(self, tensor: Tensor | None) -> Tensor | None:
+        return self._replacements.get(id(tensor), tensor)
 
     def _hide_emptied(self, trace: TracebackType) -> None:
         """Let pytest and debuggers print the frames of an error. To print a tensor whose storage is empty is a crash.
@@ -274,15 +272,6 @@ def _with_attributes(parameter: nn.Parameter) -> nn.Parameter:
         if name not in vars(copied):  # deepcopy() of an ordinary parameter leaves out all attributes
             vars(copied)[name] = copy.deepcopy(value)
     return copied
-
-
-def _set_parameter(module: nn.Module, name: str, parameter: Any) -> None:
-    if isinstance(module, nn.RNNBase):
-        setattr(module, name, parameter)  # it keeps a second list of its weights, which setattr updates
-        # It also keeps a list of weak references. If those change, it gives its weights a storage of their own.
-        module._flat_weight_refs[module._flat_weights_names.index(name)] = weakref.ref(parameter)
-    else:
-        module._parameters[name] = parameter
 
 
 # Functions that need only the place of a parameter in the graph, not its values.

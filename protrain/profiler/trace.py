@@ -33,7 +33,7 @@ from protrain.profiler.blocks import (
 )
 from protrain.profiler.meta_device import KnownIntegers
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from protrain.profiler.operations import AttentionCall, measured_ms
+from protrain.profiler.operations import AttentionCall, measured_ms, storages_in
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.step_times import (
     ALONE,
@@ -158,7 +158,7 @@ def _traced(
                 rewind()
                 weights.put_back_buffers()
                 show = partial(tell, "times")
-                once = TracedStep(*parts, measure=False, show=show, differentiating=step.differentiating)
+                once = TracedStep(*parts, measure=False, show=show)
                 once.run(*inputs())
                 return once.segments
 
@@ -187,7 +187,7 @@ def _traced(
         chunked_loss=is_chunked(model),
         compiled=step.compiled,
         output_bytes=step.output_bytes,
-        buffer_bytes=weights.unmanaged_bytes(),
+        buffer_bytes=sum(storages_in(weights.unmanaged_memory()).values()),
         parameters=parameter_records(model, optimizer),
         **_records(step, owned, median_durations(timed), attention_ms),
     )

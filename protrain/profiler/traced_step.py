@@ -22,7 +22,7 @@ blocks alone: the models of a plan add the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -56,7 +56,6 @@ class TracedStep:
         measure: whether to count memory, parameter uses and operations. If not, only times are taken, undisturbed by
             the counting.
         show: called with a line on what is being done.
-        differentiating: the attribute of that name that the measured step found.
         known: on the meta device, the values of the batch's integers.
     """
 
@@ -69,7 +68,6 @@ class TracedStep:
         *,
         measure: bool,
         show: Callable[[str], None],
-        differentiating: Iterable[str] = (),
         known: KnownIntegers | None = None,
     ) -> None:
         self.segments: list[Segment] = []
@@ -80,7 +78,6 @@ class TracedStep:
         self.kept_until_backward: set[StorageWeakRef] = set()
         self._active: list[str] = []  # units whose calls are active, innermost last
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
-        self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
         self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in modules)
         self._known = known
         self._model = model
@@ -181,9 +178,7 @@ class TracedStep:
             self._open.peak_bytes += max(0, meter.peak_bytes - self._open.live_bytes)
         self.segments.append(self._open)
         self._segment_gradients.clear()
-        # On a GPU, autograd's own thread runs the operations of a graph of gradients. They may still come after all
-        # operations of this thread, so these weights stay.
-        if self._open.block is not None and (self._in_forward or self._open.block not in self.differentiating):
+        if self._open.block is not None:
             self._weights.empty(self._owned[self._open.block])
         self._inner.empty_block()
         self._open = self._open_call = None
@@ -370,7 +365,12 @@ class TracedStep:
             self._open.peak_bytes = max(self._open.peak_bytes, sum(self.blocks[unit].inputs.values()))
 
     def _differentiates(self) -> None:
-        self.differentiating.update(path for path in self._active if path in self._modules)
+        """Keep the weights of a block that computes gradients with ``create_graph=True``, also in later steps.
+
+        On a GPU, autograd's own thread runs the operations of the graph of such gradients. They may still come after
+        all operations of this thread.
+        """
+        self._weights.keep({at for path in self._active if path in self._modules for at in self._owned[path]})
 
     def _used(self, index: int) -> None:
         """Fill the parameter ``index``, which an operation is about to use, and note which unit uses it."""

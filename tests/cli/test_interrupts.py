@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from protrain.common.signals import Stopped, stop_requests
-
 ROOT = Path(__file__).resolve().parents[2]
 PROTRAIN = ["-m", "protrain"]
 PLAN = [*PROTRAIN, "plan", "tiny", "--hardware", "rtx3090", "--batch", "1", "--sequence", "16"]
@@ -107,48 +105,3 @@ def test_who_imports_the_library_keeps_the_handler_of_python(
 ) -> None:
     code = "import protrain, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     assert run("-c", code, pressed="").stdout == "True\n"
-
-
-# -- commands that have something to clean up --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def python_s_handlers() -> object:
-    """A shell may have signals ignored, and pytest's own handlers must not interfere."""
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-class PressedInFinalizer:
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(100):
-            pass
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("python_s_handlers")
-def test_after_a_stop_that_a_finalizer_swallowed_the_next_one_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protrain.common.signals._ONE_REQUEST_S", 0.0)
-    with stop_requests() as requests, requests.raised():
-        PressedInFinalizer()
-        assert requests.received == signal.SIGINT
-        with pytest.raises(Stopped):
-            signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("python_s_handlers")
-def test_an_error_after_a_stop_that_was_swallowed_is_the_stop() -> None:
-    def work(*, stopped: bool) -> None:
-        if stopped:
-            PressedInFinalizer()
-        raise AttributeError("what C code may make of an exception")
-
-    with stop_requests() as requests, pytest.raises(AttributeError), requests.raised():
-        work(stopped=False)
-    with stop_requests() as requests, pytest.raises(Stopped), requests.raised():
-        work(stopped=True)

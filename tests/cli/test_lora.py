@@ -110,9 +110,9 @@ def test_the_words_of_lora_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora", "rank=16"], "'rank=16' is none of r=N, alpha=X, targets=NAMES and dropout=P"),
-        (["--lora", "r=many"], "r=many: r must be a whole number"),
-        (["--lora", "r=0"], "r and alpha must be at least 1"),
+        (["--lora", "rank=16"], "'rank=16' is not made of r=N, alpha=N, targets=NAMES and dropout=P"),
+        (["--lora", "r=many"], "'r=many' is not made of r=N"),
+        (["--lora", "r=0"], "`r` should be a positive integer"),
         (
             ["--lora", "r=4,targets=qproj"],
             "Target modules {'qproj'} not found in the base model",

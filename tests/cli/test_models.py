@@ -56,7 +56,6 @@ _SEEN = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "nu
 _FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"vocab_size": 256, "hidden_size": 16, "n_layer": 1, "n_head": 1},
     "mpt": {"vocab_size": 256, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 48},
-    "roberta": {**_LAYERS, "max_position_embeddings": 50, "is_decoder": True, "pad_token_id": 1},
     "mamba": {"vocab_size": 256, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},
     "gemma3": {
         "text_config": {**_LAYERS, "head_dim": 8, "max_position_embeddings": 48},
@@ -115,14 +114,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*hidden_size.* expected int"),
+        ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*hidden_size"),
         ({"hidden_size": -16}, "RuntimeError: .*negative dimension"),
         ({"num_attention_heads": 0}, "ZeroDivisionError: "),
         ({"dtype": "float99"}, "AttributeError: .*float99"),
         ({"num_labels": "x"}, "TypeError: "),
         ({"pad_token_id": 9999}, "AssertionError: Padding_idx must be within num_embeddings"),
         ({"hidden_act": "zoo"}, "KeyError: 'zoo'$"),
-        ({"model_type": "zoo"}, "that transformers can load: The checkpoint you are trying to load"),
+        ({"model_type": "zoo"}, "that transformers can load: ValueError: The checkpoint you are trying to load"),
     ],
     ids=str,
 )
@@ -135,8 +134,8 @@ def test_a_bad_value_of_a_config_names_the_folder(change: dict[str, Any], words:
 
 def test_a_model_of_another_kind_is_named_and_no_other_class(tmp_path: Path) -> None:
     transformers.T5Config(num_layers=1).save_pretrained(tmp_path)
-    words = "is no causal language model that transformers can load: there is none of the type 't5'; wrap such a model"
-    with pytest.raises(ValueError, match=rf"^{tmp_path} {words} in a loop of your own$"):
+    words = "is no causal language model that transformers can load: ValueError: .*T5Config.* AutoModelForCausalLM"
+    with pytest.raises(ValueError, match=rf"^{tmp_path} {words}.$"):
         read_architecture(str(tmp_path))
 
 
@@ -151,7 +150,7 @@ def test_code_of_a_folder_is_never_run_nor_asked_about(
     config = json.loads((folder / "config.json").read_text())
     (folder / "mine.py").write_text("raise SystemExit('it ran')")
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": told, "model_type": "mine"}))
-    with pytest.raises(ValueError, match="it needs Python code of its own folder, which this command never runs; wrap"):
+    with pytest.raises(ValueError, match="custom code which must be executed"):
         read_architecture(str(folder))
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": told}))
     read_architecture(str(folder))  # transformers has a class for it

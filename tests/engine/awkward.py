@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.harness import Batch, seeded
+from tests.engine.harness import Batch
 
 WIDTH = 32
 
@@ -142,11 +142,6 @@ class SparseOutside(Model):
         for block in self.blocks:
             x = block(matrix @ x)
         return self.leave(x).square().mean()
-
-
-def make(block: type[Plain] = Plain, view: str = "") -> nn.Module:
-    with seeded():
-        return Model(block, view)
 
 
 def batches(count: int = 3) -> list[Batch]:

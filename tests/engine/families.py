@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 VOCABULARY = 96
 IMAGE = 3  # the token that stands for a part of a picture
@@ -37,9 +36,8 @@ SIZES: dict[str, Any] = {
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that the model returns, alone or among other things."""
-    output = model(**batch)
-    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    """The loss that the model returns."""
+    loss: Tensor = model(**batch).loss
     return loss
 
 
@@ -222,14 +220,11 @@ SEQUENCE_TO_SEQUENCE: dict[str, dict[str, Any]] = {
             "num_sparse_encoder_layers": 1,
             "num_sparse_decoder_layers": 1,
             "expert_capacity": 8,
-        },
+        }
     },
     "bart": {},
 }
-CLASSIFIERS: dict[str, dict[str, Any]] = {
-    "vit": {"hidden_dropout_prob": 0.1},
-    "resnet": {**RESNET, "depths": [2, 2]},
-}
+CLASSIFIERS: dict[str, dict[str, Any]] = {"vit": {"hidden_dropout_prob": 0.1}, "resnet": {**RESNET, "depths": [2, 2]}}
 OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
     "deformable_detr": (
         "DeformableDetrForObjectDetection",
@@ -245,9 +240,7 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
         "Qwen2_5_VLForConditionalGeneration",
         shown_as_patches,
         {
-            "text_config": {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-            },
+            "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
             "vision_config": {"window_size": 16, "fullatt_block_indexes": [1]},
             **{"image_token_id": IMAGE, "vision_start_token_id": 4, "vision_end_token_id": 5, "video_token_id": 6},
         },
@@ -279,55 +272,6 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
 }
 
 
-# -- modules that no library brought -----------------------------------------------------------------------------------
-
-
-class Level(nn.Module):
-    """A convolution that is told the time, and attention over all places."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(4, inputs)
-        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.time = nn.Linear(32, outputs)
-        self.attention = nn.MultiheadAttention(outputs, 4, batch_first=True)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        x = self.conv(functional.silu(self.norm(x))) + self.time(time)[:, :, None, None]
-        flat = x.flatten(2).transpose(1, 2)
-        attended: Tensor = self.attention(flat, flat, flat, need_weights=False)[0]
-        return x + attended.transpose(1, 2).view_as(x)
-
-
-class UNet(nn.Module):
-    """Predicts the noise in pictures. What a level hands down comes back to the level of its size on the way up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 32), nn.SiLU())
-        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
-        self.down = nn.ModuleList([Level(16, 16), Level(16, 32)])
-        self.middle = Level(32, 32)
-        self.up = nn.ModuleList([Level(64, 16), Level(32, 16)])
-
-    def forward(self, noisy: Tensor, step: Tensor) -> Tensor:
-        time = self.time(step)
-        x, kept = self.first(noisy), []
-        for level in self.down:
-            x = level(x, time)
-            kept.append(x)
-            x = functional.avg_pool2d(x, 2)
-        x = self.middle(x, time)
-        for level in self.up:
-            x = functional.interpolate(x, scale_factor=2.0)
-            x = level(torch.cat([x, kept.pop()], 1), time)
-        return functional.mse_loss(self.last(x), noisy)
-
-
-def noise(g: torch.Generator) -> Batch:
-    return {"noisy": torch.randn(2, 3, 16, 16, generator=g), "step": torch.randint(100, (2,), generator=g)}
-
-
 def all_families() -> list[Family]:
     of_one_kind: list[tuple[str, Draw, dict[str, dict[str, Any]]]] = [
         ("AutoModelForCausalLM", padded, DECODERS),
@@ -338,11 +282,8 @@ def all_families() -> list[Family]:
     ]
     models = {name: (head, draw, own) for head, draw, each in of_one_kind for name, own in each.items()} | OTHERS
     return [
-        *(
-            Family(name=name, make=partial(make_of_transformers, name, head, settings), draw=draw)
-            for name, (head, draw, settings) in models.items()
-        ),
-        Family(name="diffusion UNet", make=UNet, draw=noise),
+        Family(name=name, make=partial(make_of_transformers, name, head, settings), draw=draw)
+        for name, (head, draw, settings) in models.items()
     ]
 
 

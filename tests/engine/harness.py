@@ -267,14 +267,16 @@ def check_equal_to_plain(
 ) -> list[ProTrainOptimizer]:
     """What ``run`` finds and leaves under every one of ``specs`` has the plain loop's bits. Returns the optimizers.
 
-    ``make_plain`` makes the model of the plain loop where it differs; ``options`` are those of ``wrap_under``.
+    Random numbers that ``make`` draws are the same each time. ``make_plain`` makes the model of the plain loop where it
+    differs; ``options`` are those of ``wrap_under``.
     """
     moments = DTYPES[options.get("moment_dtype", "float32")]
     how: dict[str, Any] = {"device": device, "dtype": dtype, "optimizer": optimizer, "moment_dtype": moments}
     expected, final = plain_run(make_plain or make, batches, run=run, **how)
     trained = []
     for spec in specs:
-        model = make()
+        with seeded():
+            model = make()
         wrapped, trainer = wrap_under(spec, model, optimizer(model), batches[0], device=device, dtype=dtype, **options)
         torch.manual_seed(1)
         assert run(wrapped, trainer, batches) == expected, str(spec)
@@ -294,7 +296,8 @@ def plain_run(
     moment_dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, dict[str, Tensor]]:
     """What ``run`` finds and leaves in the plain loop."""
-    model = make()
+    with seeded():
+        model = make()
     plain, trainer = prepare_plain(model, optimizer(model), device=device, dtype=dtype, moment_dtype=moment_dtype)
     torch.manual_seed(1)
     before = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -312,7 +315,8 @@ def unharmed(
 
     Then it goes on to the bits of the plain loop.
     """
-    model = make()
+    with seeded():
+        model = make()
     trained = wrap_under(spec, model, adamw(model), batches[0], **options)
     Loop().run(*trained, batches[:steps])
     yield trained

@@ -318,9 +318,9 @@ def _late(event: Event) -> _LateEvent:
 
 
 class Watch(TorchDispatchMode):
-    """Tells ``streams`` which memory the operations inside use."""
+    """Tells each of ``streams`` which memory the operations inside use. Streams may be added meanwhile."""
 
-    def __init__(self, streams: LateStreams) -> None:
+    def __init__(self, streams: list[LateStreams]) -> None:
         super().__init__()
         self.streams = streams
 
@@ -328,5 +328,6 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             for tensor in tensors_in((args, kwargs)):
-                self.streams.used(tensor)
+                for streams in self.streams:
+                    streams.used(tensor)
         return func(*args, **(kwargs or {}))

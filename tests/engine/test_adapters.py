@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine.families import language, make_of_transformers
-from tests.engine.harness import (
-    FEW_PLANS,
-    Loop,
-    adamw,
-    seeded,
-    wrap_under,
-)
+from tests.engine.harness import FEW_PLANS, Loop, adamw, seeded, wrap_under
 
 peft = pytest.importorskip("peft")
 rescale_adapter_scale = pytest.importorskip("peft.helpers").rescale_adapter_scale

@@ -24,10 +24,7 @@ from tests.engine.harness import (
     assert_same,
     check_equal_to_plain,
     default_loss,
-    plain_run,
-    seeded,
     states,
-    wrap_under,
 )
 
 STEPS = {"cpu": 3, "cuda": 20}  # of a CPU's minutes they take most
@@ -50,21 +47,9 @@ SETTINGS: dict[str, tuple[torch.dtype, Loop]] = {
 }
 
 
-def make(family: str) -> nn.Module:
-    with seeded():
-        return make_of_transformers(family, "AutoModelForCausalLM", FAMILIES[family])
-
-
 def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [language(generator) for _ in range(count)]
-
-
-@functools.cache
-def plain(family: str, setting: str, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
-    dtype, loop = SETTINGS[setting]
-    data = batches(STEPS[device.type] * loop.accumulate)
-    return plain_run(lambda: make(family), data, run=loop.run, device=device, dtype=dtype)
 
 
 # On a CPU a plan meets one setting, and a setting meets two models, because the whole product takes minutes there.
@@ -91,14 +76,10 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("device", "family", "setting", "spec"), list(cases()), indirect=["device"])
 def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, spec: Spec, device: torch.device) -> None:
-    expected, final = plain(family, setting, device)
     dtype, loop = SETTINGS[setting]
-    data = batches(STEPS[device.type] * loop.accumulate)
-    model = make(family)
-    options: dict[str, Any] = {"dtype": dtype, "accumulation": loop.accumulate}
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, **options)
-    assert loop.run(wrapped, optimizer, data) == expected
-    assert_same(states(wrapped, optimizer), final)
+    make = functools.partial(make_of_transformers, family, "AutoModelForCausalLM", FAMILIES[family])
+    how: dict[str, Any] = {"device": device, "dtype": dtype, "accumulation": loop.accumulate, "specs": [spec]}
+    (optimizer,) = check_equal_to_plain(make, batches(STEPS[device.type] * loop.accumulate), run=loop.run, **how)
     assert (0 < optimizer.skipped_steps <= STEPS[device.type] // 2) == (setting == "fp16-clip")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,7 @@ from torch._dynamo.utils import counters
 import protrain
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler.blocks import find_blocks
-from tests.engine.harness import (
-    FEW_PLANS,
-    Loop,
-    adamw,
-    assert_same,
-    generate_no_code,
-    plain_run,
-    states,
-    wrap_under,
-)
+from tests.engine.harness import FEW_PLANS, Loop, adamw, check_equal_to_plain, generate_no_code
 
 Build = Callable[[str], nn.Module]
 Batch = dict[str, Tensor]
@@ -42,22 +34,16 @@ def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
     tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
 ) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(4)]
-    loop, dtype = Loop(max_norm=0.5, accumulate=2), torch.bfloat16
 
     def compiled() -> nn.Module:
         model = tiny_model("llama")
         compile_blocks([model.get_submodule(path) for path in find_blocks(model)])
         return model
 
-    expected, final = plain_run(compiled, batches, run=loop.run, device=device, dtype=dtype)
-    torch._dynamo.reset()
     counters.clear()
-    for spec in FEW_PLANS[::2]:
-        model = tiny_model("llama")
-        options: dict[str, Any] = {"dtype": dtype, "compile": True, "accumulation": 2}
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, **options)
-        assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
-        assert_same(states(wrapped, optimizer), final)
+    how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "accumulation": 2, "compile": True}
+    make, run = partial(tiny_model, "llama"), Loop(max_norm=0.5, accumulate=2).run
+    check_equal_to_plain(make, batches, make_plain=compiled, run=run, specs=FEW_PLANS[::2], **how)
     assert counters["stats"]["unique_graphs"] == 1, "compiled again for another block, placement or plan"
     assert not counters["graph_break"]
 

@@ -34,10 +34,7 @@ from tests.engine.plain_loop import prepare_plain
 transformers = pytest.importorskip("transformers")
 
 # Of two blocks in a row either meets two modes, and all four are met.
-PLANS = (
-    Spec("none", "least", (CKPT, SWAP)),
-    Spec("some", "least", (CKPT_SWAP, NONE), small=True),
-)
+PLANS = (Spec("none", "least", (CKPT, SWAP)), Spec("some", "least", (CKPT_SWAP, NONE), small=True))
 # Each of these takes a path that no other test does, so every run trains them, half of them in bf16: tests of models
 # have every structure in both types. The others are slow tests, on the CPU.
 QUICK = (

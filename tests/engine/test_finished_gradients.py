@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +19,13 @@ from torch import Tensor, nn
 
 from protrain.engine.updates.host_updates import Window
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, Loop, Spec, Trainer, default_loss, wrap_under
-from tests.engine.plain_loop import prepare_plain
+from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, Trainer, check_equal_to_plain, default_loss
 from tests.engine.test_streamed_updates import first_possible
 
 STEPS = 3
 LR, BETA1, BETA2, EPS, DECAY = 3e-3, 0.9, 0.95, 1e-8, 0.1
 ROWS, LANES = 16, 1024  # of a tile of the norm
 WIDTH = 136  # a matrix of the blocks has more elements than a tile
-CPU = torch.device("cpu")
 
 
 def make() -> nn.Module:
@@ -164,9 +162,10 @@ def reference(case: Case, *, rounds: bool = True, made: Callable[[], nn.Module] 
 # -- what is compared with it ------------------------------------------------------------------------------------------
 
 
-def check(model: nn.Module, optimizer: Trainer, case: Case, *, no_sync: bool = False) -> None:
-    expected, loop = reference(case), replace(case.loop, no_sync=no_sync)
-    assert loop.run(model, optimizer, residual.batches(STEPS * case.backwards)) == expected.values
+def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch], *, case: Case, no_sync: bool = False) -> None:
+    """Train by ``case``, to what the reference has."""
+    expected = reference(case)
+    assert replace(case.loop, no_sync=no_sync).run(model, optimizer, data) == expected.values
     assert optimizer.skipped_steps == expected.skipped == case.skipped
     names = [name for name, _ in make().named_parameters()]
     weights = model.state_dict()
@@ -187,12 +186,6 @@ def test_rounding_matters_and_each_case_is_what_it_says(case: Case) -> None:
         assert min(expected.norms) > case.max_norm, "a step is not clipped"
     moved = [not ours.equal(theirs) for ours, theirs in zip(expected.masters, make().parameters(), strict=True)]
     assert all(moved)
-
-
-@pytest.mark.parametrize("case", CASES + OVERFLOWS, ids=str)
-def test_the_plain_loop(case: Case) -> None:
-    model = make()
-    check(*prepare_plain(model, adamw(model), device=CPU, dtype=case.dtype), case)
 
 
 ALL, NO = Spec("all", "least", (NONE,)), Spec("none", "least", (CKPT, NONE))
@@ -221,26 +214,17 @@ WAYS: dict[str, Spec] = {
         if not (name == INSIDE and (case.max_norm is not None or case.dtype is torch.float16))
     ],
 )
-def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_loop_and_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, inside = WAYS[name], name == INSIDE
     # As if the host had begun speculative updates in time, and were late with all others.
     monkeypatch.setattr(Window, "is_closed", lambda _: False)
     monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
-    options: dict[str, Any] = {"accumulation": case.backwards}
-    if inside:
-        options["step_during_backward"] = True
-    model = make()
-    wrapped, optimizer = wrap_under(
-        spec,
-        model,
-        adamw(model),
-        residual.batches(1)[0],
-        device=CPU,
-        dtype=case.dtype,
-        tight=True,
-        **options,
+    options: dict[str, Any] = {"accumulation": case.backwards, "step_during_backward": inside, "tight": True}
+    train = functools.partial(run, case=case, no_sync=inside)
+    data = residual.batches(STEPS * case.backwards)
+    (optimizer,) = check_equal_to_plain(
+        make, data, run=train, dtype=case.dtype, optimizer=adamw, specs=[spec], **options
     )
-    check(wrapped, optimizer, case, no_sync=inside)
     plan, report = optimizer.plan, optimizer.report()
     assert plan.accumulation == case.backwards
     assert (plan.n_device_sum > 0) == spec.sums

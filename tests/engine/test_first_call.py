@@ -115,14 +115,3 @@ def test_the_first_call_may_be_under_autocast() -> None:
         optimizer.step()
         found.append(states(model, optimizer) | {"loss": loss.detach()})
     assert_same(*found)
-
-
-def test_what_was_frozen_in_wrap_cannot_be_trained_from_the_first_call_on() -> None:
-    model = make()
-    model.get_submodule("blocks.1").requires_grad_(False)
-    model, optimizer = wrapped(model)
-    model.requires_grad_(True)
-    with pytest.raises(MisuseError, match=r"blocks\.1\.norm\.weight was frozen when the model was wrapped"):
-        model(*batches(1)[0])
-    model.get_submodule("blocks.1").requires_grad_(False)
-    assert len(LOOP.run(model, optimizer, batches(2))) == 2

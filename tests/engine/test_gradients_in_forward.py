@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -22,7 +22,6 @@ from tests.engine.harness import (
     Spec,
     check_equal_to_plain,
     default_loss,
-    seeded,
     unharmed,
 )
 from tests.engine.residual import Block, Model, batches
@@ -124,41 +123,34 @@ class Throughs(Chain):
         return super().forward(x)
 
 
-def build(make: Callable[[], nn.Module]) -> nn.Module:
-    with seeded():
-        return make()
+# Of blocks that compute gradients every mode meets a copy and none, a graph and none, in one half of the combinations.
+OWN = [*MODES, Spec("all", "least", (CKPT,))]
+MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Spec]]] = {
+    "forces": (Forces, FEW_PLANS),
+    "forces without a graph": (partial(Forces, graph=False), FEW_PLANS[::2]),
+    "of parameters": (partial(OfParameters, 48, 3), FEW_PLANS),
+    "in the head": (partial(WithHead, graph=True), FEW_PLANS),
+    # The head holds its weights while the backward that it runs needs those of the blocks.
+    "in the head without a graph": (partial(WithHead, graph=False), [*MODES, Spec("none", "least", (NONE,))]),
+    **{
+        f"in blocks, {copy=}, {graph=}": (partial(Chain, partial(OwnGradient, copy=copy, graph=graph)), specs)
+        for copy, graph, specs in (
+            *((False, False, OWN[::2]), (True, True, OWN[::2])),
+            *((False, True, OWN[1::2]), (True, False, OWN[1::2])),
+        )
+    },
+}
 
 
-def test_forces(device: torch.device) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_bits(name: str, device: torch.device) -> None:
     leave_device_thread_behind(device)
-    for graph, specs in ((True, FEW_PLANS), (False, FEW_PLANS[::2])):
-        make = partial(build, partial(Forces, graph=graph))
-        check_equal_to_plain(make, batches(2), device=device, specs=specs)
-
-
-@pytest.mark.parametrize("make", [partial(OfParameters, 48, 3), partial(WithHead, graph=True)])
-def test_second_derivatives_of_a_forward(make: Callable[[], nn.Module], device: torch.device) -> None:
-    leave_device_thread_behind(device)
-    check_equal_to_plain(partial(build, make), batches(2), device=device)
-
-
-def test_a_unit_holds_its_weights_while_the_backward_it_runs_needs_others(device: torch.device) -> None:
-    specs = [*MODES, Spec("none", "least", (NONE,))]
-    check_equal_to_plain(partial(build, partial(WithHead, graph=False)), batches(2), device=device, specs=specs)
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("copy", [True, False])
-def test_blocks_that_compute_gradients(copy: bool, graph: bool, device: torch.device) -> None:
-    """Every mode meets a copy and none, a graph and none, in one half of their combinations."""
-    leave_device_thread_behind(device)
-    make = partial(build, partial(Chain, partial(OwnGradient, copy=copy, graph=graph)))
-    specs = [*MODES, Spec("all", "least", (CKPT,))][copy ^ graph :: 2]
+    make, specs = MODELS[name]
     check_equal_to_plain(make, batches(2), device=device, specs=specs)
 
 
 def test_blocks_that_compute_gradients_through_others_are_refused() -> None:
-    model = build(partial(Throughs, partial(Through, 48)))
+    model = Throughs(partial(Through, 48))
     with pytest.raises(ValueError, match=r"blocks\.1 computes gradients through blocks\.0.*torch\.autograd\.grad"):
         protrain.profile(model, batches(1)[0], device="cpu")
 
@@ -177,14 +169,8 @@ def leave_device_thread_behind(device: torch.device) -> None:
     Backward goes through a graph by these numbers, and a gradient of three terms has other bits in another order. Each
     thread counts for itself, so which of the two is ahead hangs on what ran in a process before, without us as well.
     """
-    if device.type == "cuda":
-        count_up()
-
-
-def count_up() -> None:
-    """This thread numbers its next operation above 50,000."""
     ours = torch.zeros((), requires_grad=True)
-    for _ in range(50_000):
+    for _ in range(50_000 if device.type == "cuda" else 0):
         ours * 1.0
 
 

@@ -10,17 +10,7 @@ from torch import nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.updates.updates import Updates
-from tests.engine.harness import (
-    CKPT,
-    NONE,
-    Calls,
-    Loop,
-    Spec,
-    assert_same,
-    default_loss,
-    seeded,
-    states,
-)
+from tests.engine.harness import CKPT, NONE, Calls, Loop, Spec, assert_same, default_loss, seeded, states
 from tests.engine.residual import batches, wrapped
 
 SPECS = (

@@ -24,11 +24,9 @@ from tests.engine.harness import (
     check_equal_to_plain,
     default_loss,
     generate_no_code,
-    seeded,
     wrap_under,
 )
 
-CPU = torch.device("cpu")
 HEADS, HEAD_SIZE, SEQUENCE, DEPTH = 2, 16, 32, 3
 WIDTH = HEADS * HEAD_SIZE
 KEEPING = (
@@ -92,11 +90,6 @@ class Rows(nn.Module):
         return self.leave(x)
 
 
-def make_rows(**options: Any) -> nn.Module:
-    with seeded():
-        return Rows(**options)
-
-
 def rows(count: int = 4) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(2, SEQUENCE, 8, generator=generator),) for _ in range(count)]
@@ -117,7 +110,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
     found = {}
     for modes in ((CKPT,), (CKPT_SWAP,), (NONE,)):
         for attention in (False, True):
-            model = make_rows(repeats=2)
+            model = Rows(repeats=2)
             spec = Spec("none", "least", modes, attention=attention)
             wrapped, optimizer = wrap_under(
                 spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
@@ -143,8 +136,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
     ids=str,
 )
 def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    make = functools.partial(make_rows, **options)
-    check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
+    check_equal_to_plain(functools.partial(Rows, **options), rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
@@ -152,5 +144,5 @@ def test_models_of_transformers_keep_it(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]], family: str
 ) -> None:
     model, batch = tiny_model(family), tiny_batch()
-    wrapped, optimizer = wrap_under(KEEPING[0], model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
+    wrapped, optimizer = wrap_under(KEEPING[0], model, adamw(model), batch, dtype=torch.bfloat16)
     assert computed(wrapped, batch) == len(optimizer.plan.block_modes)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import protrain
 from protrain.common.batch import loss_of
-from protrain.hardware.detection import detect
-from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning import MemoryModel, Plan, evaluate, pack
-from protrain.planning.plan import layout_of
+from protrain.planning.plan import BlockMode, layout_of
 from protrain.planning.schedule import Fetches, most_held
-from protrain.profiler.model_profile import ModelProfile
-from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
+from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, check_equal_to_plain, wrap_under
 from tests.engine.profiles import shared_profile
 from tests.engine.true_memory import make_batch, make_model
 
 WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
 BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
-HARDWARE = detect("cpu", device_memory="1GiB", host_memory="1GiB")
 
 
 class _Pair(nn.Module):
@@ -63,70 +57,39 @@ def make(family: str) -> nn.Module:
     return model
 
 
-@functools.cache
-def traced(family: str) -> ModelProfile:
-    model = make(family)
-    return shared_profile(model, BATCH, optimizer=adamw(model), device=torch.device("cpu"), dtype=torch.bfloat16)
-
-
-def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = False) -> Plan:
-    """With every block in ``mode``."""
-    layout = pack(profile)
-    assert any(layout.is_large(chunk) for chunk in layout.chunks)
-    n_persist = min(len(layout.chunks), n_persist)
-    memory = MemoryModel(profile, HARDWARE, layout, step_during_backward=inside)
-    n_blocks = len(profile.blocks)
-    return evaluate(
-        profile,
-        HARDWARE,
-        n_persist=n_persist,
-        n_buffer=min(max(2, memory.least_buffers[n_persist]), memory.all_buffers[n_persist]),
-        n_swap=n_blocks * (mode is SWAP),
-        n_ckpt=n_blocks * (mode is CKPT),
-        step_during_backward=inside,
-    )
-
-
-def wrap_with(plan: Plan, family: str, device: torch.device, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:
-    model = make(family)
-    options |= {"device": device, "dtype": torch.bfloat16, "plan": plan, "progress": False}
-    limits: dict[str, Any] = {"device_memory": "1GiB", "host_memory": "1GiB"}
-    return protrain.wrap(model, adamw(model), example_batch=BATCH, **limits, **options)
-
-
 @pytest.mark.parametrize(
-    ("family", "n_persist", "mode", "inside"),
+    ("family", "persist", "mode", "inside"),
     [
-        ("llama", 0, CKPT, True),
-        ("llama", 1, CKPT, False),
-        ("llama", 100, CKPT, True),
-        ("llama-frozen", 0, SWAP, True),
-        ("llama-frozen", 2, NONE, False),
-        ("gpt2", 0, CKPT, False),
-        ("gpt2", 1, CKPT, True),
-        ("gpt2", 100, CKPT, False),
-        ("t5", 0, SWAP, False),
-        ("t5", 2, NONE, True),
+        ("llama", "none", CKPT, True),
+        ("llama", "some", CKPT, False),
+        ("llama", "all", CKPT, True),
+        ("llama-frozen", "none", SWAP, True),
+        ("llama-frozen", "some", NONE, False),
+        ("gpt2", "none", CKPT, False),
+        ("gpt2", "some", CKPT, True),
+        ("gpt2", "all", CKPT, False),
+        ("t5", "none", SWAP, False),
+        ("t5", "some", NONE, True),
     ],
 )
-def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torch.device) -> None:
+def test_bits(family: str, persist: str, mode: BlockMode, inside: bool, device: torch.device) -> None:
     """Every family and every plan with updates inside backward, and with clipping."""
-    loop = Loop() if inside else Loop(max_norm=0.5)
-    plan = plan_of(traced(family), n_persist, mode, inside=inside)
-    expected, final = plain_run(lambda: make(family), [BATCH] * 2, run=loop.run, device=device, dtype=torch.bfloat16)
-    wrapped, optimizer = wrap_with(plan, family, device, step_during_backward=inside)
-    assert loop.run(wrapped, optimizer, [BATCH] * 2) == expected
-    assert_same(states(wrapped, optimizer), final)
+    loop, specs = Loop() if inside else Loop(max_norm=0.5), [Spec(persist, "least", (mode,))]
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "step_during_backward": inside}
+    check_equal_to_plain(partial(make, family), [BATCH] * 2, run=loop.run, specs=specs, **options)
 
 
 @pytest.mark.parametrize(
-    ("family", "n_persist"), [("llama", 0), ("llama", 1), ("llama-frozen", 0), ("gpt2", 0), ("two-tables-frozen", 0)]
+    ("family", "persist"),
+    [("llama", "none"), ("llama", "some"), ("llama-frozen", "none"), ("gpt2", "none"), ("two-tables-frozen", "none")],
 )
-def test_chunks_are_fetched_as_predicted(family: str, n_persist: int) -> None:
-    profile = traced(family)
-    plan = plan_of(profile, n_persist, CKPT)
-    layout = layout_of(profile, plan)
-    wrapped, optimizer = wrap_with(plan, family, torch.device("cpu"))
+def test_chunks_are_fetched_as_predicted(family: str, persist: str) -> None:
+    model = make(family)
+    how: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    profile = shared_profile(model, BATCH, optimizer=adamw(model), **how)
+    wrapped, optimizer = wrap_under(Spec(persist, "least", (CKPT,)), model, adamw(model), BATCH, **how)
+    plan, layout = optimizer.plan, layout_of(profile, optimizer.plan)
+    assert any(layout.is_large(chunk) for chunk in layout.chunks)
     issued = []
     for _ in range(2):
         loss_of(wrapped(**BATCH)).backward()

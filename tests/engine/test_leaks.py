@@ -20,8 +20,6 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import Batch, train
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
@@ -60,7 +58,7 @@ def test_nothing_grows_from_step_to_step(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], spec: Spec
 ) -> None:
     model = tiny_model("gpt2")
-    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, accumulation=2)
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), accumulation=2)
     for step in range(13):
         if step == 3:
             before = census(optimizer)
@@ -89,7 +87,7 @@ def test_dropping_model_and_optimizer_frees_everything(
 ) -> None:
     model = tiny_model("gpt2")
     spec = Spec("some", "least", (SWAP, CKPT, NONE), speculate=True)
-    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     train(model, optimizer, tiny_batch())
     scheduler.step()

@@ -39,7 +39,6 @@ SPECS = (
     Spec("some", "least", (SWAP, CKPT_SWAP, NONE), small=True),
 )
 LOOP = Loop(max_norm=0.5)
-CPU = torch.device("cpu")
 MakeBatch = Callable[..., dict[str, Tensor]]
 Make = Callable[[], nn.Module]
 
@@ -109,7 +108,7 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_an_adapter_beside_a_4bit_base_trains_as_in_the_plain_loop(qlora: Make, tiny_batch: MakeBatch) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(2)]
-    check_equal_to_plain(qlora, batches, device=CPU, run=LOOP.run, specs=SPECS)
+    check_equal_to_plain(qlora, batches, run=LOOP.run, specs=SPECS)
 
 
 @pytest.mark.slow
@@ -119,7 +118,7 @@ def test_compiled_blocks_with_a_4bit_base_have_the_same_bits_under_every_plan(
     batches, found = [tiny_batch(seed=seed) for seed in range(2)], []
     for spec in SPECS[1:]:
         model = qlora()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=CPU, tight=True, compile=True)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], tight=True, compile=True)
         found.append((LOOP.run(wrapped, optimizer, batches), _trained(wrapped)))
         assert found[-1][0] == found[0][0], str(spec)
         assert_same(found[-1][1], found[0][1])
@@ -135,7 +134,7 @@ def test_a_4bit_base_is_saved_with_the_adapter_and_exports_leave_it_out(
     peft = pytest.importorskip("peft")
     batches = [tiny_batch(seed=seed) for seed in range(2)]
     model = qlora()
-    wrapped, optimizer = wrap_under(SPECS[1], model, adamw(model), batches[0], device=CPU)
+    wrapped, optimizer = wrap_under(SPECS[1], model, adamw(model), batches[0])
     LOOP.run(wrapped, optimizer, batches)
     protrain.save_checkpoint(tmp_path / "saves", wrapped, optimizer)
     protrain.export(wrapped, tmp_path / "adapter")
@@ -146,7 +145,7 @@ def test_a_4bit_base_is_saved_with_the_adapter_and_exports_leave_it_out(
         protrain.export(wrapped, tmp_path / "merged", merge=True)
     expected = LOOP.run(wrapped, optimizer, batches)
     model = qlora()
-    wrapped, optimizer = wrap_under(SPECS[2], model, adamw(model), batches[0], device=CPU)
+    wrapped, optimizer = wrap_under(SPECS[2], model, adamw(model), batches[0])
     protrain.load_checkpoint(tmp_path / "saves", wrapped, optimizer)
     assert LOOP.run(wrapped, optimizer, batches) == expected
 
@@ -159,7 +158,7 @@ def test_float8_products_have_the_bits_of_the_plain_loop(
 ) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(2)]
     make = functools.partial(float8, recipe)
-    check_equal_to_plain(make, batches, device=CPU, run=LOOP.run, dtype=dtype, specs=SPECS)
+    check_equal_to_plain(make, batches, run=LOOP.run, dtype=dtype, specs=SPECS)
 
 
 def test_compiled_float8_blocks_have_the_bits_of_a_compiled_plain_model(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from tests.engine import families
 from tests.engine.harness import CKPT, NONE, Batch, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import rounded
 
@@ -22,33 +20,16 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SPECS = (Spec("none", "least", (CKPT,)), Spec("some", "middle", (NONE,), small=True), Spec("all", "least", (NONE,)))
-WIDTH, LAYERS, VOCABULARY = 48, 4, 96
+WIDTH, LAYERS = 48, 4
 
 
-def gpt2_config() -> Any:
-    return transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
-    )
+def gpt2() -> Any:
+    return families.make_of_transformers("gpt2", "GPT2LMHeadModel", {"n_embd": WIDTH, "n_layer": LAYERS})
 
 
-def llama_config() -> Any:
-    return transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-
-
-CONFIGS = {"gpt2": gpt2_config, "llama": llama_config}
-
-
-def empty(family: str = "gpt2") -> Any:
+def empty() -> Any:
     with protrain.empty_parameters():
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+        model = gpt2()
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
     return model
@@ -62,68 +43,39 @@ def wrapped(batch: Batch, device: torch.device) -> Callable[..., Any]:
     return wrap
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_initialisation_follows_the_models_own_rule(family: str, wrapped: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    model, _ = wrapped(empty(family))
-    torch.manual_seed(1)
-    reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+def test_initialisation_follows_the_models_own_rule(wrapped: Callable[..., Any]) -> None:
+    model, _ = wrapped(empty())
     found = model.state_dict()
-    for name, expected in reference.state_dict().items():
-        value = found[name].cpu()
-        if expected.std() == 0:
-            assert torch.equal(value, expected), name  # norms and biases
-            continue
-        assert value.std().item() == pytest.approx(expected.std().item(), rel=0.08), name
-        assert abs(value.mean().item()) < 5 * expected.std().item() / value.numel() ** 0.5, name
+    deviations = {"transformer.wte": 0.02, "transformer.h.0.mlp.c_proj": 0.02 / (2 * LAYERS) ** 0.5}
+    for name, deviation in deviations.items():
+        assert found[f"{name}.weight"].std().item() == pytest.approx(deviation, rel=0.08)
+    assert (found["transformer.ln_f.weight"] == 1).all()
+    assert not found["transformer.h.0.mlp.c_proj.bias"].any()
     assert len({value.flatten()[0].item() for value in found.values() if value.std() > 0}) > LAYERS  # not all alike
-    if family == "gpt2":
-        scaled = found["transformer.h.0.mlp.c_proj.weight"].std().item()
-        assert scaled == pytest.approx(0.02 / (2 * LAYERS) ** 0.5, rel=0.08)
-        assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
-        assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 # -- weights= ----------------------------------------------------------------------------------------------------------
 
 
-def saved(family: str, folder: Path, *, shards: bool, prefix: bool) -> nn.Module:
-    """Random weights in ``folder``; ``prefix=False`` saves the base model alone (GPT-2's published files are so).
-
-    The model that is read from there is shared by tests, which leave it as it is.
-    """
-    written, model = _written(family, shards=shards, prefix=prefix)
-    shutil.copytree(written.name, folder, dirs_exist_ok=True)
+def saved(folder: Path, *, shards: bool = False, prefix: bool = True) -> Any:
+    """A model whose weights are in ``folder``; ``prefix=False`` saves the base model alone, as GPT-2 is published."""
+    model = gpt2()
+    (model if prefix else model.base_model).save_pretrained(folder, max_shard_size="60KB" if shards else "5GB")
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == shards
     return model
 
 
-@functools.cache
-def _written(family: str, *, shards: bool, prefix: bool) -> tuple[TemporaryDirectory[str], nn.Module]:
-    torch.manual_seed(11)
-    model: Any = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
-    size, folder = "60KB" if shards else "5GB", TemporaryDirectory()
-    (model if prefix else model.base_model).save_pretrained(folder.name, max_shard_size=size)
-    assert (len(list(Path(folder.name).glob("*.safetensors"))) > 1) == shards
-    return folder, type(model).from_pretrained(folder.name)
-
-
 @pytest.mark.parametrize(
-    ("family", "prefix", "shards", "dtype"),
-    [  # every kind of folder, and every type, once in one file and once in several
-        ("gpt2", True, False, torch.float32),
-        ("gpt2", True, True, torch.bfloat16),
-        ("gpt2", False, False, torch.float16),
-        ("gpt2", False, True, torch.float32),
-        ("llama", True, False, torch.bfloat16),
-        ("llama", True, True, torch.float16),
-    ],
+    ("prefix", "shards", "dtype"),
+    [(True, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float16)],
 )
-def test_weights_are_those_of_from_pretrained(
-    family: str, prefix: bool, shards: bool, dtype: torch.dtype, tmp_path: Path, wrapped: Callable[..., Any]
+def test_weights_are_those_of_the_files(
+    prefix: bool, shards: bool, dtype: torch.dtype, tmp_path: Path, wrapped: Callable[..., Any]
 ) -> None:
     """Files in several parts go into offloaded chunks, others into persistent ones, too."""
-    reference = saved(family, tmp_path, shards=shards, prefix=prefix)
-    model, optimizer = wrapped(empty(family), SPECS[0 if shards else 1], dtype, weights=tmp_path)
+    reference = saved(tmp_path, shards=shards, prefix=prefix)
+    model, optimizer = wrapped(empty(), SPECS[0 if shards else 1], dtype, weights=tmp_path)
     found = model.state_dict()
     for name, value in reference.state_dict().items():
         assert torch.equal(found[name].cpu(), rounded(value, dtype)), name
@@ -139,7 +91,7 @@ def test_weights_of_the_hub(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model = tmp_path / "models--some-org--some-model"
-    reference = saved("gpt2", model / "snapshots" / "newest", shards=True, prefix=True)
+    reference = saved(model / "snapshots" / "newest", shards=True)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("newest")
     if name == "no-org/no-model":
@@ -151,8 +103,8 @@ def test_weights_of_the_hub(
 
 
 def test_what_the_model_has_no_place_for_is_named_once(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    saved("gpt2", tmp_path, shards=False, prefix=True)
-    _rewrite(tmp_path, lambda tensors: tensors.update({f"score.{n}": torch.zeros(2) for n in range(5)}))
+    saved(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({f"score.{n}": torch.zeros(2) for n in range(5)}))
     with pytest.warns(UserWarning, match="no place for") as caught:
         wrapped(empty(), weights=tmp_path)
     assert len(caught) == 1
@@ -170,8 +122,8 @@ def test_what_the_model_has_no_place_for_is_named_once(tmp_path: Path, wrapped: 
     ],
 )
 def test_nothing_is_said_of_what_the_model_does_without(more: str, tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    saved("gpt2", tmp_path, shards=False, prefix=True)
-    _rewrite(tmp_path, lambda tensors: tensors.setdefault(more, tensors["transformer.wte.weight"].clone()))
+    saved(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.setdefault(more, tensors["transformer.wte.weight"].clone()))
     wrapped(empty(), weights=tmp_path)
 
 
@@ -203,7 +155,7 @@ def test_persistent_buffers_and_whole_numbers_come_with_the_weights(tmp_path: Pa
 def test_a_model_whose_wrap_failed_halfway_is_not_taken_for_one(
     error: BaseException, batch: Batch, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference: Any = saved("gpt2", tmp_path, shards=False, prefix=True)
+    reference = saved(tmp_path)
     model: Any = type(reference).from_pretrained(tmp_path)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -230,7 +182,7 @@ def _truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     file = folder / "model.safetensors"
     tensors = safetensors_torch.load_file(file)
     change(tensors)
@@ -238,11 +190,11 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
 
 
 def _with_positions(value: Tensor) -> Callable[[Path], None]:
-    return lambda folder: _rewrite(folder, lambda tensors: tensors.update({"transformer.wpe.weight": value}))
+    return lambda folder: rewrite(folder, lambda tensors: tensors.update({"transformer.wpe.weight": value}))
 
 
 def _without_one(folder: Path) -> None:
-    _rewrite(folder, lambda tensors: tensors.pop("transformer.h.2.ln_1.bias"))
+    rewrite(folder, lambda tensors: tensors.pop("transformer.h.2.ln_1.bias"))
 
 
 @pytest.mark.usefixtures("no_profile")
@@ -253,19 +205,19 @@ def _without_one(folder: Path) -> None:
         (_truncate, "cannot be read: "),
         (_without_one, r"lacks 1 of \d+ parameters, among them transformer\.h\.2\.ln_1\.bias"),
         (
-            _with_positions(torch.zeros(32, WIDTH).to(torch.float8_e4m3fn)),
+            _with_positions(torch.zeros(64, WIDTH).to(torch.float8_e4m3fn)),
             r"transformer\.wpe\.weight in model\.safetensors is F8_E4M3: quantized .*; save the model in bfloat16",
         ),
         (
             _with_positions(torch.zeros(5, WIDTH)),
-            r"transformer\.wpe\.weight in model\.safetensors has shape \(5, 48\), the model's is \(32, 48\)",
+            r"transformer\.wpe\.weight in model\.safetensors has shape \(5, 48\), the model's is \(64, 48\)",
         ),
     ],
 )
 def test_damaged_weights_are_named(
     damage: Callable[[Path], None], words: str, tmp_path: Path, wrapped: Callable[..., Any]
 ) -> None:
-    saved("gpt2", tmp_path, shards=False, prefix=True)
+    saved(tmp_path)
     damage(tmp_path)
     model = empty()
     with pytest.raises(ValueError, match=f"weights: .*{words}"):
@@ -275,7 +227,7 @@ def test_damaged_weights_are_named(
 
 @pytest.mark.usefixtures("no_profile")
 def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    saved("gpt2", tmp_path, shards=True, prefix=True)
+    saved(tmp_path, shards=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     lost = index["weight_map"]["transformer.h.1.mlp.c_fc.weight"]
     (tmp_path / lost).unlink()
@@ -291,12 +243,9 @@ def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any])
 
 @pytest.mark.usefixtures("no_profile")
 def test_a_tied_head_whose_values_differ_in_the_files_is_an_error(tmp_path: Path) -> None:
-    config = gpt2_config()
-    tensors = {name: value.clone() for name, value in transformers.GPT2LMHeadModel(config).state_dict().items()}
-    tensors["lm_head.weight"] += 1
-    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
-    with protrain.empty_parameters():
-        model: Any = transformers.GPT2LMHeadModel(config)
+    saved(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] + 1}))
+    model = empty()
     batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
     words = r"transformer\.wte\.weight and lm_head\.weight in .* have different values, and both are transformer\.wte"
     with pytest.raises(ValueError, match=rf"weights: {words}.*: where it ties the two, build it so that it does not"):

@@ -20,8 +20,6 @@ from tests.engine.true_memory import (
     true_peak_bytes,
 )
 
-CPU = torch.device("cpu")
-
 
 def planned_to_true(
     model: nn.Module,
@@ -34,7 +32,7 @@ def planned_to_true(
 ) -> float:
     """The planned device memory by that of a step, which has no more where ``tight``."""
     spec = Spec("none", "least", modes, packed=packed)
-    model, optimizer = wrap_under(spec, model, adamw(model), (x,), device=CPU, tight=tight)
+    model, optimizer = wrap_under(spec, model, adamw(model), (x,), tight=tight)
     return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x], loss=loss)
 
 
@@ -236,8 +234,7 @@ def test_a_step_takes_no_more_than_its_plan(kind: str, between: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("gpt2", torch.bfloat16), ("llama", torch.float32), ("t5", torch.float32)],
+    ("family", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float32), ("t5", torch.float32)]
 )
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
     plans = {
@@ -263,7 +260,7 @@ def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: i
     """
     model, batch = make_model(family, vocabulary), make_batch()
     spec = Spec("some", "least", modes)
-    model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
+    model, optimizer = wrap_under(spec, model, adamw(model), batch, dtype=torch.bfloat16)
     predicted = optimizer.plan.device_bytes
     assert 1.0 <= predicted / true_peak_bytes(model, optimizer, batch) <= 1.025, f"{predicted} bytes predicted"
 
@@ -280,7 +277,7 @@ def test_accumulation_keeps_within_the_budget(modes: Any) -> None:
     for sums in (False, True) if modes == (NONE,) else (False,):
         model = make_model("llama")
         spec = Spec("none" if CKPT in modes else "some", "least", modes, sums=sums)
-        options: Any = {"device": CPU, "dtype": torch.bfloat16, "accumulation": 2}
+        options: Any = {"dtype": torch.bfloat16, "accumulation": 2}
         model, optimizer = wrap_under(spec, model, adamw(model), batch, tight=True, **options)
         assert (optimizer.plan.n_device_sum > 0) == sums
         peak_bytes = true_peak_bytes(model, optimizer, batch, backwards=2)
@@ -296,7 +293,7 @@ def test_attention_that_is_kept_is_predicted() -> None:
         for attention in (False, True):
             model, batch = make_model("llama"), make_batch()
             spec = Spec("none", "least", modes, attention=attention)
-            model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
+            model, optimizer = wrap_under(spec, model, adamw(model), batch, dtype=torch.bfloat16)
             peaks[modes, attention] = true_peak_bytes(model, optimizer, batch)
             predicted = optimizer.plan.device_bytes
             assert 1.0 <= predicted / peaks[modes, attention] <= 1.04, f"{predicted} bytes predicted"

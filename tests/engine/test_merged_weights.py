@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, wrap_under
+from tests.engine.families import make_of_transformers
+from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, seeded, wrap_under
 from tests.engine.plain_loop import rounded
+from tests.engine.test_materialise import rewrite
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -24,24 +26,15 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2"  # as files call it
 LOOSE, TIGHT = Spec("all", "all", (NONE,)), Spec("none", "least", (CKPT, SWAP), small=True)
 
 
-def config(**options: Any) -> Any:
-    return transformers.MixtralConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=EXPERTS,
-        **options,
-    )
+def mixtral() -> Any:
+    with seeded():
+        return make_of_transformers("mixtral", "MixtralForCausalLM", {"num_hidden_layers": 2})
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
     """A Mixtral whose weights are in the folder of the test."""
-    torch.manual_seed(3)
-    model = transformers.MixtralForCausalLM(config())
+    model = mixtral()
     model.save_pretrained(tmp_path)
     stored = safetensors_torch.load_file(tmp_path / "model.safetensors")
     assert {f"{EXPERT}.{name}.weight" for name in ("w1", "w2", "w3")} < stored.keys(), "the layout of the Hub"
@@ -54,21 +47,14 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def empty(kind: str = "MixtralForCausalLM", **options: Any) -> Any:
+def empty(make: Callable[[], Any] = mixtral) -> Any:
     with protrain.empty_parameters():
-        return getattr(transformers, kind)(config(**options))
+        return make()
 
 
 def wrap(model: nn.Module, folder: Path, **options: Any) -> Any:
     options = {"example_batch": batch(), "dtype": "float32", **options}
     return protrain.wrap(model, adamw(model), weights=folder, device="cpu", progress=False, **options)
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    file = folder / "model.safetensors"
-    tensors = safetensors_torch.load_file(file)
-    change(tensors)
-    safetensors_torch.save_file(tensors, file)
 
 
 @pytest.mark.parametrize(("spec", "dtype"), [(LOOSE, torch.float32), (TIGHT, torch.bfloat16)], ids=["loose", "tight"])
@@ -141,9 +127,7 @@ def test_a_model_of_no_library_needs_no_transformers(tmp_path: Path, monkeypatch
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
-    with protrain.empty_parameters():
-        model = build()
-    model, _ = wrap(model, tmp_path, example_batch=(torch.randn(2, 8),))
+    model, _ = wrap(empty(build), tmp_path, example_batch=(torch.randn(2, 8),))
     assert_same(dict(model.state_dict()), dict(source.state_dict()))
 
 
@@ -156,14 +140,7 @@ def test_a_transformers_without_these_rules_reads_what_needs_none(
         ValueError, match=r"lacks \d+ of \d+ parameters, among them model\.layers\.0\.mlp\.gate\.weight"
     ):
         wrap(empty(), tmp_path)
-    torch.manual_seed(4)
-    llama = transformers.LlamaForCausalLM(
-        small := transformers.LlamaConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-        )
-    )
+    llama = make_of_transformers("llama", "LlamaForCausalLM", {})
     safetensors_torch.save_file(llama.state_dict(), tmp_path / "model.safetensors")
-    with protrain.empty_parameters():
-        model = transformers.LlamaForCausalLM(small)
-    model, _ = wrap(model, tmp_path)
+    model, _ = wrap(empty(lambda: type(llama)(llama.config)), tmp_path)
     assert_same(dict(model.state_dict()), dict(llama.state_dict()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from tests.engine.harness import (
 )
 from tests.engine.residual import batches, make, unharmed, wrapped
 
-CPU = torch.device("cpu")
 OFFLOADED, RESIDENT = Spec("none", "least", (NONE, CKPT, SWAP)), Spec("all", "least", (NONE,))
 BOTH = pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
 
@@ -74,9 +72,7 @@ MOVES: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda model: model.get_submodule("blocks.0").double(), "cannot be moved from cpu in torch.float32"),
     (lambda model: model.to("meta"), "cannot be moved from cpu in torch.float32"),
     (pickled, r"cannot be copied or pickled whole: use model.state_dict\(\)"),
-    (copy.deepcopy, "protrain.AveragedWeights"),
     (torch.optim.swa_utils.AveragedModel, "protrain.AveragedWeights"),
-    (lambda model: model.get_submodule("blocks.0").share_memory(), r"give them model.state_dict\(\)"),
 ]
 
 

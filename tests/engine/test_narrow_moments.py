@@ -15,16 +15,7 @@ from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from tests.engine import residual
-from tests.engine.harness import (
-    CKPT,
-    FEW_PLANS,
-    PLANS,
-    Loop,
-    Spec,
-    adamw,
-    check_equal_to_plain,
-    wrap_under,
-)
+from tests.engine.harness import CKPT, FEW_PLANS, PLANS, Loop, Spec, adamw, check_equal_to_plain, wrap_under
 
 STEPS = 4
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

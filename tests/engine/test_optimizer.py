@@ -10,16 +10,7 @@ import torch
 from torch import nn
 
 from protrain.common.errors import MisuseError
-from tests.engine.harness import (
-    CKPT,
-    NONE,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    states,
-    wrap_under,
-)
+from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make, unharmed
 
 SPEC = Spec("none", "least", (NONE, CKPT), speculate=True)

@@ -67,7 +67,6 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
         lambda weights: torch.func.functional_call(model, weights, (x,)).square().mean()
     )({name: weight.detach().clone() for name, weight in model.named_parameters()}),
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
-    "vmap": lambda model, x: torch.vmap(lambda row: model(row[None]), randomness="same")(x),
     "vmap of a block": lambda model, x: torch.vmap(model.get_submodule("blocks.0"), randomness="same")(x.repeat(1, 6)),
 }
 
@@ -108,19 +107,9 @@ def test_what_was_prepared_before_wrap_is_refused_by_name() -> None:
 accelerate = pytest.importorskip("accelerate")
 hooks = pytest.importorskip("accelerate.hooks")
 
-MAP = {"enter": "cpu", **{f"blocks.{index}": "disk" if index == 1 else "cpu" for index in range(5)}, "leave": "cpu"}
-
-
-def cpu_offload(model: nn.Module, _: Path) -> Any:
-    return accelerate.cpu_offload(model, execution_device="cpu")
-
 
 def disk_offload(model: nn.Module, folder: Path) -> Any:
     return accelerate.disk_offload(model, str(folder), execution_device="cpu")
-
-
-def partly_on_the_disk(model: nn.Module, folder: Path) -> Any:
-    return accelerate.dispatch_model(model, MAP, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
 def two_hooks(model: nn.Module, _: Path) -> Any:
@@ -130,7 +119,7 @@ def two_hooks(model: nn.Module, _: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dispatch", [cpu_offload, disk_offload, partly_on_the_disk, two_hooks])
+@pytest.mark.parametrize("dispatch", [disk_offload, two_hooks])
 def test_offloaded_models_are_refused_and_train_when_their_weights_are_back(
     dispatch: Callable[[nn.Module, Path], Any], tmp_path: Path
 ) -> None:

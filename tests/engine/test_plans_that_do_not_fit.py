@@ -102,7 +102,7 @@ def test_the_smaller_batch_of_a_plan_error_fits() -> None:
 def plan(tiny_model: Callable[..., nn.Module], batch: Batch) -> Plan:
     model = tiny_model("llama")
     spec = Spec("some", "all", (CKPT,))
-    return wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"))[1].plan
+    return wrap_under(spec, model, adamw(model), batch)[1].plan
 
 
 @pytest.mark.parametrize(

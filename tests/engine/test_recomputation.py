@@ -13,23 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Batch,
-    Loop,
-    Spec,
-    adamw,
-    check_equal_to_plain,
-    seeded,
-    wrap_under,
-)
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Batch, Loop, Spec, adamw, check_equal_to_plain, wrap_under
 from tests.engine.profiles import shared_profile
 from tests.engine.residual import batches, make
 
-CPU = torch.device("cpu")
 WIDTH = 16
 MODES = (CKPT, CKPT_SWAP, SWAP, NONE)
 SPECS = tuple(Spec("none", "least", (mode,), attention=mode is CKPT_SWAP) for mode in MODES)
@@ -209,11 +196,7 @@ class Growing(nn.Module):
 
 @pytest.mark.parametrize("block", [FromAll, FromContext])
 def test_collections_that_grow_meanwhile(block: type[Block], device: torch.device) -> None:
-    def build() -> nn.Module:
-        with seeded():
-            return Growing(block)
-
-    check_equal_to_plain(build, batches(2), device=device, specs=SPECS[:3])
+    check_equal_to_plain(partial(Growing, block), batches(2), device=device, specs=SPECS[:3])
 
 
 def freeze(model: nn.Module) -> None:
@@ -251,7 +234,7 @@ def test_other_operations_are_named() -> None:
             return torch.tanh(y.view(-1, 4) if self.wide else y).view(x.shape)
 
     model = make(8, 3, Wavering)
-    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batches()[0], device=CPU)
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batches()[0])
     loss = wrapped(*batches()[0]).square().mean()
     Wavering.wide = True
     with pytest.raises(MisuseError, match=r"of shape \(16, 8\) in forward and .* of shape \(32, 4\) in its place when"):
@@ -292,7 +275,7 @@ def test_caches_that_are_written_to_are_refused(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     model, batch = tiny_model("llama"), tiny_batch()
-    wrapped: Any = wrap_under(SPECS[0], model, adamw(model), batch, device=CPU)[0]
+    wrapped: Any = wrap_under(SPECS[0], model, adamw(model), batch)[0]
     cache = transformers.StaticCache(config=wrapped.config, max_cache_len=32)
     with pytest.raises(MisuseError, match=r"layers\.0 was given a key/value cache whose tensors were written to since"):
         wrapped(**batch, past_key_values=cache)

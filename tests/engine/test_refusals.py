@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.engine.harness import Batch, adamw
+from tests.engine.harness import adamw, default_loss
 from tests.engine.refusing import refused
 from tests.engine.residual import batches, make
 
-
-@pytest.fixture
-def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
-    return tiny_model("llama")
+BATCH = batches(1)[0]
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -28,38 +25,35 @@ def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
     ("options", "words"),
     [
         ({"device_memory": "24 apples"}, "device_memory must be .* text like '24GiB', not '24 apples'"),
-        ({"host_memory": "24 apples"}, "host_memory must be .* text like '24GiB', not '24 apples'"),
-        ({"device_memory": 0}, "device_memory must be at least 1 byte .*not 0"),
         ({"host_memory": -1}, "host_memory must be at least 1 byte .*not -1"),
         ({"dtype": "float64"}, "dtype must be bfloat16, float16 or float32, not 'float64'"),
-        ({"dtype": torch.int8}, "dtype must be bfloat16, float16 or float32, not torch.int8"),
         ({"device": "tpu"}, "device must be a CUDA GPU or the CPU, not 'tpu'"),
         ({"device": "meta"}, "device must be a CUDA GPU or the CPU, not meta"),
         ({"dtype": "float16", "step_during_backward": True}, "step_during_backward=True .*float16.*use bfloat16"),
         ({"accumulation": 0}, "accumulation must be 1 or more, the backward\\(\\) calls of a step, not 0"),
-        ({"accumulation": "2"}, "accumulation must be 1 or more, .* not '2'"),
         ({"moment_dtype": "float16"}, "moment_dtype must be float32 or bfloat16, not 'float16'"),
-        ({"moment_dtype": torch.int8}, r"moment_dtype must be float32 or bfloat16, not torch\.int8"),
-        ({"moment_dtype": None}, "moment_dtype must be float32 or bfloat16, not None"),
     ],
 )
-def test_wrong_arguments(model: nn.Module, batch: Batch, options: Any, words: str) -> None:
-    refused(model, adamw(model), batch, words, ValueError, **options)
+def test_wrong_arguments(options: Any, words: str) -> None:
+    model = make()
+    refused(model, adamw(model), BATCH, words, ValueError, **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0])
-def test_no_gpu(model: nn.Module, batch: Batch, device: Any) -> None:
+def test_no_gpu(device: Any) -> None:
     words = "there is no CUDA GPU here: pass device='cpu'|must be a CUDA GPU or the CPU, not 0"
-    refused(model, adamw(model), batch, words, ValueError, device=device)
+    model = make()
+    refused(model, adamw(model), BATCH, words, ValueError, device=device)
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [(list, r"a batch must be a mapping .* or a tuple .*, not list"), (set, "the batch holds no tensor, but set")],
 )
-def test_a_batch_holds_tensors_in_a_mapping_or_a_tuple(model: nn.Module, batch: Batch, kind: Any, words: str) -> None:
-    refused(model, adamw(model), kind(batch), words, ValueError)
+def test_a_batch_holds_tensors_in_a_mapping_or_a_tuple(kind: Any, words: str) -> None:
+    model = make()
+    refused(model, adamw(model), kind({"x": BATCH[0]}), words, ValueError)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -70,19 +64,17 @@ class Customised(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("optimizer", "words"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), "must be torch.optim.AdamW or torch.optim.Adam, not SGD"),
-        (lambda p: torch.optim.NAdam(p), "must be torch.optim.AdamW or torch.optim.Adam, not NAdam"),
         (lambda p: Customised(p), "must be torch.optim.AdamW or torch.optim.Adam, not Customised"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), r"amsgrad=True of Adam.* is not supported: pass amsgrad=False"),
         (lambda p: torch.optim.Adam(p, maximize=True), r"maximize=True of Adam.* is not supported: pass max"),
     ],
 )
-def test_optimizers_that_are_not_adam(
-    model: nn.Module, batch: Batch, make: Callable[[Any], torch.optim.Optimizer], words: str
-) -> None:
-    refused(model, make(model.parameters()), batch, words, ValueError)
+def test_optimizers_that_are_not_adam(optimizer: Callable[[Any], torch.optim.Optimizer], words: str) -> None:
+    model = make()
+    refused(model, optimizer(model.parameters()), BATCH, words, ValueError)
 
 
 class WithOne(nn.Module):
@@ -115,15 +107,8 @@ def _nested() -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (
-            lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)),
-            r"is torch\.complex64, and only.*torch\.view_as_real",
-        ),
+        (lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)), r"is torch\.complex64.*torch\.view_as_real"),
         (lambda: nn.Parameter(torch.ones(4).to(torch.float8_e5m2)), r"is torch\.float8_e5m2, and only bfloat16"),
-        (
-            lambda: nn.Parameter(torch.ones(4).double()),
-            r"is torch\.float64, and only.*model\.float\(\)",
-        ),
         (lambda: nn.Parameter(torch.ones(4).as_subclass(Own)), "is a Own, and only.*adapters"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse()), r"is torch\.sparse_coo.*keep a dense one"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False), r"is torch\.sparse_csr.*a dense one"),
@@ -140,36 +125,39 @@ def test_tensors_of_kinds_that_cannot_be_trained_or_placed(make: Callable[[], Te
     assert re.match("(parameter|buffer) other is", str(caught.value))
 
 
-def test_gradients_from_before(model: nn.Module, batch: Batch) -> None:
+def test_gradients_from_before() -> None:
+    model = make()
     optimizer = adamw(model)
-    model(**batch).loss.backward()
+    default_loss(model, BATCH).backward()
     with pytest.raises(ValueError, match=r"has a gradient already.*call optimizer\.zero_grad\(\) before"):
-        protrain.wrap(model, optimizer, example_batch=batch, device="cpu", progress=False)
+        protrain.wrap(model, optimizer, example_batch=BATCH, device="cpu", progress=False)
     optimizer.zero_grad()
-    protrain.wrap(model, optimizer, example_batch=batch, device="cpu", progress=False)
+    protrain.wrap(model, optimizer, example_batch=BATCH, device="cpu", progress=False)
 
 
-def test_wrapping_twice(model: nn.Module, batch: Batch) -> None:
-    options: Any = {"example_batch": batch, "device": "cpu", "progress": False}
+def test_wrapping_twice() -> None:
+    model = make()
+    options: Any = {"example_batch": BATCH, "device": "cpu", "progress": False}
     wrapped, optimizer = protrain.wrap(model, adamw(model), **options)
     for again in (optimizer, torch.optim.AdamW(wrapped.parameters())):
         with pytest.raises(ValueError, match=r"weight belongs to a wrapped model already: use the model and"):
             protrain.wrap(wrapped, again, **options)
-    wrapped(**batch).loss.backward()
+    default_loss(wrapped, BATCH).backward()
     optimizer.step()
 
 
-def test_parameters_in_no_group_are_announced(model: nn.Module, batch: Batch) -> None:
-    head = model.get_parameter("lm_head.weight")
+def test_parameters_in_no_group_are_announced() -> None:
+    model = make()
+    head = model.get_parameter("leave.weight")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p is not head], lr=1e-2)
-    options: Any = {"example_batch": batch, "device": "cpu", "progress": False}
-    with pytest.warns(UserWarning, match="1 parameters require a gradient but are in no optimizer group.*lm_head"):
+    options: Any = {"example_batch": BATCH, "device": "cpu", "progress": False}
+    with pytest.warns(UserWarning, match="1 parameters require a gradient but are in no optimizer group.*leave.weight"):
         wrapped, trainer = protrain.wrap(model, optimizer, **options)
     before = wrapped.state_dict()
-    wrapped(**batch).loss.backward()
+    default_loss(wrapped, BATCH).backward()
     trainer.step()
     changed = {name for name, value in wrapped.state_dict().items() if not value.equal(before[name])}
-    assert changed == before.keys() - {"lm_head.weight"}
+    assert changed == before.keys() - {"leave.weight"}
 
 
 def part_of_a_weight(first: nn.Linear, second: nn.Linear) -> None:
@@ -205,19 +193,6 @@ def test_tensors_that_lie_beside_each_other_or_are_frozen_may_share_memory() -> 
     model = nn.Sequential(first, second)
     protrain.wrap(model, adamw(model), example_batch=(torch.ones(2, 4),), device="cpu", progress=False)
     assert torch.equal(second.bias.detach(), bias)
-
-
-# -- several models ----------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_shares_a_part_with_a_wrapped_one_is_told_to_wrap_both() -> None:
-    actor, critic = nn.Sequential(make(), nn.Linear(4, 2)), nn.Sequential(nn.Identity(), nn.Linear(4, 1))
-    critic[0] = actor[0]
-    protrain.wrap(actor, adamw(actor), example_batch=batches(1)[0], device="cpu", progress=False)
-    with pytest.raises(
-        ValueError, match=r"0\.enter\.weight belongs to a wrapped model.*share parameters are wrapped as one"
-    ):
-        protrain.wrap(critic, adamw(critic), example_batch=batches(1)[0], device="cpu", progress=False)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -270,6 +245,6 @@ def test_models_that_cannot_be_trained(make: Callable[[], nn.Module], words: str
     refused(model, torch.optim.AdamW(model.parameters()), (torch.ones(2, 4),), words, ValueError)
 
 
-def test_the_optimizer_of_another_model(model: nn.Module, batch: Batch) -> None:
+def test_the_optimizer_of_another_model() -> None:
     words = r"parameter of shape \(4, 4\) that is not the model's: make the optimizer from this model's parameters\(\)"
-    refused(model, adamw(nn.Linear(4, 4)), batch, words, ValueError)
+    refused(make(), adamw(nn.Linear(4, 4)), BATCH, words, ValueError)

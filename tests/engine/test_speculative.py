@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,24 +22,15 @@ from tests.engine.harness import (
     Run,
     Spec,
     Trainer,
-    adamw,
     assert_same,
     check_equal_to_plain,
     default_loss,
     states,
-    wrap_under,
 )
 
-
-@pytest.fixture
-def spec(request: pytest.FixtureRequest) -> Spec:
-    """Speculative updates of all states in some chunks and of weights alone in the others.
-
-    A test may ask for "states" or "weights" in every chunk by an indirect parameter.
-    """
-    kind = getattr(request, "param", "both")
-    weights, whole = kind != "states", kind == "both"
-    return Spec("none", "least", (NONE, CKPT), speculate=True, weights=weights, whole=whole)
+STATES = Spec("none", "least", (NONE, CKPT), speculate=True)
+WEIGHTS = replace(STATES, weights=True)
+BOTH = replace(WEIGHTS, whole=True)  # all states of some chunks, and the weights of the others
 
 
 @pytest.fixture(autouse=True)
@@ -70,12 +62,8 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("spec", "dtype", "max_norm"),
-    [
-        ("states", torch.bfloat16, None),
-        ("weights", torch.float32, None),
-        ("both", torch.float16, 1e6),
-    ],
-    indirect=["spec"],
+    [(STATES, torch.bfloat16, None), (WEIGHTS, torch.float32, None), (BOTH, torch.float16, 1e6)],
+    ids=str,
 )
 def test_all_are_committed_when_nothing_is_clipped(
     spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
@@ -84,13 +72,13 @@ def test_all_are_committed_when_nothing_is_clipped(
     assert counts(optimizer) == (STEPS * n_chunks, 0)
 
 
-@pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)
+@pytest.mark.parametrize("spec", [STATES, WEIGHTS, BOTH], ids=str)
 def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
     optimizer, n_chunks = trained(Loop(max_norm=1e-3).run, device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
 
 
-def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:
+def test_some_are_done_again_when_some_steps_are_clipped(device: torch.device) -> None:
     norms: list[float] = []
 
     def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> list[float]:
@@ -102,24 +90,22 @@ def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: tor
             optimizer.zero_grad()
         return norms
 
-    optimizer, n_chunks = trained(run, device, spec)
+    optimizer, n_chunks = trained(run, device, BOTH)
     # Steps 0, 1, 2 (redone), none in 3 and 4, for the step before was clipped, and 5.
     assert counts(optimizer) == (4 * n_chunks, n_chunks)
 
 
-def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.device) -> None:
+def test_accumulation_begins_in_the_last_backward(device: torch.device) -> None:
     for no_sync in (False, True):
         run = Loop(max_norm=1e6, accumulate=2, no_sync=no_sync).run
-        optimizer, n_chunks = trained(run, device, spec, accumulation=2)
+        optimizer, n_chunks = trained(run, device, BOTH, accumulation=2)
         assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
-    optimizer, n_chunks = trained(Loop(max_norm=1e6, accumulate=2).run, device, spec, accumulation=3)
+    optimizer, n_chunks = trained(Loop(max_norm=1e6, accumulate=2).run, device, BOTH, accumulation=3)
     assert counts(optimizer) == (0, 0), "a step of fewer backwards than planned has none"
 
 
 @pytest.mark.parametrize(("changes", "speculative_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
-def test_hyperparameters_changed_after_backward(
-    spec: Spec, device: torch.device, changes: int, speculative_steps: int
-) -> None:
+def test_hyperparameters_changed_after_backward(device: torch.device, changes: int, speculative_steps: int) -> None:
     def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
         for index, batch in enumerate(data):
             default_loss(model, batch).backward()
@@ -128,18 +114,16 @@ def test_hyperparameters_changed_after_backward(
             optimizer.step()
             optimizer.zero_grad()
 
-    optimizer, n_chunks = trained(run, device, spec)
+    optimizer, n_chunks = trained(run, device, BOTH)
     # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
     assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
 
 
-def test_a_step_redoes_a_speculative_update_that_failed(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_redoes_a_speculative_update_that_failed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     data = residual.batches(3)
     results = []
     for fails in (False, True):
-        wrapped, optimizer = residual.wrapped(spec, device=device, dtype=torch.bfloat16)
+        wrapped, optimizer = residual.wrapped(BOTH, device=device, dtype=torch.bfloat16)
         for index, batch in enumerate(data):
             with monkeypatch.context() as patch:
                 if fails and index == 0:
@@ -157,13 +141,12 @@ def _fail(*_: Any, **__: Any) -> None:
     raise ArithmeticError("the update failed")
 
 
-@pytest.mark.parametrize("spec", ["weights"], indirect=True)
 def test_states_that_could_not_follow_their_weight_are_missed_for_good(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their weight is a step ahead: nothing may be read or trained on."""
-    data, model = residual.batches(1), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    data = residual.batches(1)
+    wrapped, optimizer = residual.wrapped(WEIGHTS, device=device, dtype=torch.bfloat16)
     default_loss(wrapped, data[0]).backward()
     monkeypatch.setattr(Chunk, "adam", _fail)
     optimizer.step()
@@ -174,7 +157,7 @@ def test_states_that_could_not_follow_their_weight_are_missed_for_good(
                 use()
 
 
-def test_hyperparameters_that_are_invalid_during_backward_alone(spec: Spec, device: torch.device) -> None:
+def test_hyperparameters_that_are_invalid_during_backward_alone(device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
         group = optimizer.param_groups[0]
         for batch in data:
@@ -184,5 +167,5 @@ def test_hyperparameters_that_are_invalid_during_backward_alone(spec: Spec, devi
             optimizer.step()
             optimizer.zero_grad()
 
-    optimizer, _ = trained(run, device, spec)
+    optimizer, _ = trained(run, device, BOTH)
     assert counts(optimizer) == (0, 0)

@@ -28,7 +28,6 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.plain_loop import rounded
 
 FIRST = Spec("none", "least", (CKPT, NONE))
 SECOND = Spec("some", "middle", (SWAP, NONE, CKPT), small=True)
@@ -173,12 +172,12 @@ def test_an_optimizer_with_state_goes_on(device: torch.device) -> None:
         assert trained(spec) == (pytest.approx(expected, rel=1e-5), rate)
 
 
-def without(kind: str) -> Callable[[dict[str, Any]], None]:
-    return lambda state: state["state"][3].pop(kind)
+def half_a_step(state: dict[str, Any]) -> None:
+    state["state"][3]["step"] += 0.5
 
 
-def with_value(kind: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda state: state["state"][3].update({kind: change(state["state"][3][kind])})
+def several_steps(state: dict[str, Any]) -> None:
+    state["state"][3]["step"] = torch.ones(2)
 
 
 def as_names(state: dict[str, Any]) -> None:
@@ -197,15 +196,9 @@ def of_sgd(state: dict[str, Any]) -> None:
 WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (of_fewer, "load a state of the same model"),
     (of_sgd, "the state of enter.weight lacks 'step' and has 'momentum_buffer': load a state of Adam"),
-    (without("exp_avg_sq"), "the state of blocks.1.first.weight lacks 'exp_avg_sq' and has 'step', 'exp_avg'"),
     (as_names, "has an entry '0', which is none of the parameters in its groups"),
-    (
-        with_value("step", lambda value: value + 0.5),
-        "step of blocks.1.first.weight must be a whole number from 0 on, not 1.5",
-    ),
-    (with_value("step", lambda value: value * torch.nan), "must be a whole number from 0 on, not nan"),
-    (with_value("step", lambda value: -value), "must be a whole number from 0 on, not -1.0"),
-    (with_value("step", lambda value: value.expand(2)), r"must be a whole number from 0 on, not \[1.0, 1.0\]"),
+    (half_a_step, "step of blocks.1.first.weight must be a whole number from 0 on, not 1.5"),
+    (several_steps, r"step of blocks.1.first.weight must be a whole number from 0 on, not \[1.0, 1.0\]"),
 ]
 
 
@@ -253,11 +246,10 @@ def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.devi
     assert_same(dict(again.state_dict()), expected)
 
 
-@pytest.mark.parametrize(("sizes", "said"), [((32, 5), "has shape"), ((48, 6), "which the model does not have")])
-def test_a_save_of_another_model_is_refused(sizes: tuple[int, int], said: str, tmp_path: Path) -> None:
-    saved = residual.make(*sizes)
+def test_a_save_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved = residual.make(width=32)
     protrain.save_checkpoint(tmp_path, *wrap_under(FIRST, saved, adamw(saved), residual.batches(1)[0]))
-    with residual.unharmed(FIRST) as wrapped, pytest.raises(CheckpointError, match=said):
+    with residual.unharmed(FIRST) as wrapped, pytest.raises(CheckpointError, match="has shape"):
         protrain.load_checkpoint(tmp_path, *wrapped)
 
 
@@ -288,41 +280,18 @@ def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """An unwrapped model with the weights that wrapping gives it."""
-    for parameter in model.parameters():
-        parameter.data = rounded(parameter.data, dtype)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("family", "spec", "dtype"),
-    [
-        ("t5", SPECS[0], torch.bfloat16),
-        ("t5", SPECS[1], torch.float32),
-        ("gpt2", SPECS[0], torch.float32),
-        ("gpt2", SPECS[1], torch.bfloat16),
-        ("gpt2", SPECS[2], torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_state_dict_is_that_of_the_unwrapped_model(
-    family: str, spec: Spec, dtype: torch.dtype, make: Make, tiny_model: Callable[..., nn.Module]
+    spec: Spec, make: Make, tiny_model: Callable[..., nn.Module]
 ) -> None:
-    model, _ = make(spec, dtype, family)
-    plain = cast(tiny_model(family), dtype)
-    expected = plain.state_dict()
-    found = model.state_dict()
+    (model, _), plain = make(spec, family="t5"), tiny_model("t5")
+    found, expected = model.state_dict(), plain.state_dict()
     assert list(found) == list(expected)
     assert vars(found) == vars(expected)  # the versions of modules
-    assert_same({k: v.cpu() for k, v in found.items()}, dict(expected))
-    for name in ("transformer.h.1", "encoder.block.0.layer.0", "lm_head"):
-        if name in dict(plain.named_modules()):
-            part, wanted = model.get_submodule(name).state_dict(), plain.get_submodule(name).state_dict()
-            assert_same({k: v.cpu() for k, v in part.items()}, dict(wanted))
-    other = cast(tiny_model(family, seed=5), dtype)
-    other.load_state_dict(found, strict=True)
-    assert_same(dict(other.state_dict()), dict(expected))
+    for name in ("", "encoder.block.0.layer.0", "lm_head"):
+        part = model.get_submodule(name).state_dict()
+        assert_same({k: v.cpu() for k, v in part.items()}, plain.get_submodule(name).state_dict())
+    tiny_model("t5", seed=5).load_state_dict(found, strict=True)
     kept = model.state_dict(keep_vars=True)
     assert all(kept[name] is parameter for name, parameter in model.named_parameters())
 

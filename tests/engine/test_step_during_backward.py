@@ -5,7 +5,6 @@ Chunks share a few buffers for their gradients then, as many as the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError, PlanError
-from protrain.engine.gradients.gradients import GradientPools
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine import residual
@@ -26,6 +24,7 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     check_equal_to_plain,
+    default_loss,
     seeded,
     states,
     wrap_under,
@@ -39,49 +38,8 @@ SPECS = (
     Spec("none", "all", (NONE,), small=True),
     Spec("none", "least", (CKPT, NONE), small=True, stream=True),
 )
-CPU = torch.device("cpu")
 WIDTH = 64
-Batch = dict[str, Tensor]
 Wrapped = tuple[nn.Module, ProTrainOptimizer]
-Wrap = Callable[..., Wrapped]
-
-
-@pytest.fixture
-def wrapped(tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], device: torch.device) -> Wrap:
-    """``wrapped(spec, family, **options)``: a tiny model in as little host memory as it can do with."""
-
-    def build(spec: Spec = SPECS[1], family: str = "gpt2", **options: Any) -> Wrapped:
-        model = tiny_model(family)
-        options |= {"step_during_backward": True, "tight_host": True}
-        return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, **options)
-
-    return build
-
-
-# GPT-2 has tied weights, used at the start and at the end. LLaMA has none.
-@pytest.mark.parametrize(("spec", "family"), [*zip(SPECS, ("gpt2", "llama") * 3, strict=False)], ids=str)
-def test_the_bits_are_those_of_the_plain_loop(
-    tiny_model: Callable[..., nn.Module],
-    tiny_batch: Callable[..., Batch],
-    monkeypatch: pytest.MonkeyPatch,
-    spec: Spec,
-    family: str,
-    device: torch.device,
-) -> None:
-    def no_more(_: GradientPools, persistent: bool) -> Tensor:
-        raise AssertionError("there are as many buffers as are needed")
-
-    monkeypatch.setattr(GradientPools, "_more", no_more)
-    options: dict[str, Any] = {"device": device, "step_during_backward": True, "tight_host": True}
-    options["dtype"] = (torch.float32, torch.bfloat16)[SPECS.index(spec) // 2 % 2]
-    batches = [tiny_batch(seed) for seed in range(3)]
-    (optimizer,) = check_equal_to_plain(lambda: tiny_model(family), batches, specs=[spec], **options)
-    plan = optimizer.plan
-    n_away = plan.n_chunks - plan.n_persist
-    assert (plan.n_device_gradient > 0) == (plan.n_persist > 2)
-    assert (plan.n_host_gradient > 0) == (n_away > 3)
-    assert plan.n_device_gradient < max(1, plan.n_persist)
-    assert plan.n_host_gradient < max(1, n_away)
 
 
 def make_residual() -> nn.Module:
@@ -91,7 +49,7 @@ def make_residual() -> nn.Module:
 @pytest.mark.parametrize(
     ("spec", "lateness"),
     [
-        *((SPECS[index], Lateness("late")) for index in (1, 2, 4)),
+        *((spec, Lateness("late")) for spec in SPECS[1:]),
         *((SPECS[2], Lateness("late", seed)) for seed in range(3)),  # whose copies come at any time, and updates late
         (SPECS[4], Lateness("early")),
     ],
@@ -105,7 +63,8 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
     options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
     with lateness.applied(monkeypatch):
         (optimizer,) = check_equal_to_plain(make_residual, residual.batches(4), specs=[spec], **options)
-    assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
+    plan = optimizer.plan
+    assert 0 < plan.n_host_gradient < (plan.n_chunks - plan.n_persist) / 2
 
 
 class Layer(nn.Module):
@@ -174,37 +133,26 @@ def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: 
     assert 0 <= plan.host_bytes - host_bytes <= 2 * 1024**2
 
 
-def test_a_skipped_step_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
-    results = []
-    for skip in (False, True):
-        model, optimizer = wrapped()
-        model(**tiny_batch()).loss.backward()
-        if skip:
-            with pytest.raises(MisuseError, match=r"backward\(\) before step\(\).*every step\(\) must be called"):
-                model(**tiny_batch()).loss.backward()
-        optimizer.step()
-        with pytest.raises(MisuseError, match="without gradients"):
-            optimizer.step()
-        model(**tiny_batch(1)).loss.backward()
-        optimizer.step()
-        results.append(states(model, optimizer))
-    assert_same(results[1], results[0])
-
-
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=str)
-def test_what_needs_gradients_or_zeros_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec) -> None:
-    model, optimizer = wrapped(spec)
-    inside = r"made inside backward.*wrap with step_during_backward=False"
-    for _ in range(2):  # before and after a step
-        with pytest.raises(MisuseError, match=inside):
-            optimizer.clip_grad_norm_(1.0)
-        with pytest.raises(MisuseError, match=r"call zero_grad\(\) without set_to_none=False"):
-            optimizer.zero_grad(set_to_none=False)
-        model(**tiny_batch()).loss.backward()
-        with pytest.raises(MisuseError, match=r"made inside backward"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        assert all(parameter.grad is None for parameter in model.parameters())
+def test_what_needs_gradients_or_another_order_is_an_error_that_does_no_harm(spec: Spec) -> None:
+    inside = "made inside backward"
+    with residual.unharmed(spec, steps=1, step_during_backward=True) as (model, optimizer):
+        (first, *_) = residual.batches()
+        for refused, words in (
+            (lambda: optimizer.clip_grad_norm_(1.0), f"{inside}.*wrap with step_during_backward=False"),
+            (lambda: optimizer.zero_grad(set_to_none=False), r"call zero_grad\(\) without set_to_none=False"),
+            (optimizer.step, "without gradients"),
+        ):
+            with pytest.raises(MisuseError, match=words):
+                refused()
+    model, optimizer = residual.wrapped(spec, step_during_backward=True)
+    default_loss(model, first).backward()
+    with pytest.raises(MisuseError, match=inside):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(MisuseError, match=r"backward\(\) before step\(\).*every step\(\) must be called"):
+        default_loss(model, first).backward()
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Borrowing(nn.Module):
@@ -236,9 +184,6 @@ def test_a_weight_that_backward_needs_after_its_update_is_said(
     persist: str, mode: BlockMode, device: torch.device
 ) -> None:
     spec, batch, model = Spec(persist, "least", (mode,), small=True), (torch.ones(4, 8),), Borrowing()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, step_during_backward=True)
+    wrapped, _ = wrap_under(spec, model, adamw(model), batch, device=device, step_during_backward=True)
     with pytest.raises(MisuseError, match=r"blocks.0 needs a weight that step_during_backward=True updated already"):
         wrapped(*batch).backward()
-    model = Borrowing()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=device)
-    assert len(set(Loop().run(wrapped, optimizer, [batch] * 2))) == 2

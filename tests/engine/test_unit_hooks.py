@@ -26,7 +26,6 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     check_equal_to_plain,
-    seeded,
     states,
     wrap_under,
 )
@@ -70,7 +69,7 @@ class Rows(Model):
 @pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_normalised_by_hooks(normalise: Callable[[Any], Any], device: torch.device) -> None:
     def build() -> nn.Module:
-        with seeded(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return Rows(normalise)
 
@@ -105,7 +104,7 @@ def test_what_is_switched_on_is_switched_off_and_said(
         model = tiny_model("llama").train()
         if switched_on:
             model.gradient_checkpointing_enable()
-        return wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"))
+        return wrap_under(spec, model, adamw(model), batch)
 
     batch, words = tiny_batch(), "gradient checkpointing of model.* was switched off.*the same results"
     untouched = wrapped(False)
@@ -163,13 +162,9 @@ def test_a_forward_that_was_replaced_may_use_weights_of_modules_that_it_does_not
             losses.append(F.cross_entropy(hidden @ weight.t(), wanted, reduction="sum"))
         return torch.stack(losses).sum() / ids.numel()
 
-    def build() -> nn.Module:
-        with seeded():
-            return FusedHead()
-
     def loss(model: nn.Module, batch: Any) -> Tensor:
         model.forward = functools.partial(fused, model)
         return model(*batch)
 
     ids = [(torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(seed)),) for seed in range(2)]
-    check_equal_to_plain(build, ids, device=device, run=Loop(loss=loss).run, specs=FEW_PLANS)
+    check_equal_to_plain(FusedHead, ids, device=device, run=Loop(loss=loss).run, specs=FEW_PLANS)

@@ -19,7 +19,6 @@ from tests.engine.harness import (
     Spec,
     adamw,
     check_equal_to_plain,
-    seeded,
     unharmed,
     wrap_under,
 )
@@ -69,11 +68,6 @@ class Model(nn.Module):
         return self.leave(x)
 
 
-def make() -> Model:
-    with seeded():
-        return Model()
-
-
 def batches() -> list[tuple[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(4, WIDTH, generator=generator),) for _ in range(2)]
@@ -98,7 +92,7 @@ def test_what_backward_needs_was_changed(
     what: str, mode: BlockMode, packed: bool, persist: str, device: torch.device
 ) -> None:
     spec = Spec(persist, "least", (mode,), packed=packed)
-    with unharmed(spec, make, batches(), device=device) as (model, optimizer):
+    with unharmed(spec, Model, batches(), device=device) as (model, optimizer):
         model.change(what)
         needs = "its inputs" if what == "input" else "tensors that it saved"
         with pytest.raises(MisuseError, match=rf"backward through blocks.1 needs {needs}.*in place.*clone\(\)"):
@@ -116,7 +110,7 @@ def test_inputs_that_nobody_saved_may_change(mode: BlockMode, device: torch.devi
         model.change("input")
         return Loop().run(model, optimizer, data)
 
-    check_equal_to_plain(make, batches(), run=run, device=device, specs=[Spec("none", "least", (mode,))])
+    check_equal_to_plain(Model, batches(), run=run, device=device, specs=[Spec("none", "least", (mode,))])
 
 
 # -- views of weights that are kept ------------------------------------------------------------------------------------
@@ -163,10 +157,7 @@ class Keeping(nn.Module):
 
 
 def make_keeping(keeps: str) -> nn.Module:
-    with seeded():
-        model = nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(), nn.Linear(WIDTH, 4))
-        model[1] = nn.Sequential(*(Keeping(keeps) for _ in range(3)))
-        return model
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(Keeping(keeps) for _ in range(3))), nn.Linear(WIDTH, 4))
 
 
 KEPT = r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) after its for"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.calibration.activities import (
     CPU,
@@ -24,16 +25,15 @@ from protrain.hardware.calibration.activities import (
     AdamChunk,
     Transfers,
     Work,
-    best_threads,
     host_updates,
     largest_product,
     random_tensor,
-    thread_counts,
 )
 from protrain.hardware.calibration.contention import groups_of, rates_of, rates_together, shares_of
+from protrain.hardware.calibration.run import Calibration
 from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.detection import assume
-from protrain.hardware.memory import usable_cores
+from protrain.hardware.memory import update_threads, usable_cores
 from protrain.hardware.profile import RATE_UNITS, Contention, HardwareProfile
 from protrain_kernels import padded
 
@@ -72,7 +72,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     rates = {name for name, _ in profile.rows() if name.endswith(RATE_UNITS)}
     assert rates > {name for name, _ in assume(CPU).rows() if name.endswith(RATE_UNITS)}
     assert {"host_adam_weight_gparams", "host_adam_narrow_gparams", "flatten_gbps"} < rates
-    assert profile.host_adam_threads in thread_counts(usable_cores())
+    assert profile.host_adam_threads == update_threads(usable_cores(), beside_gpu=False)
     assert profile.host_adam_p20_gparams is not None
     assert profile.streamed_adam_gparams is profile.all_gather_gbps is None
     assert HardwareProfile.from_json(profile.to_json()) == profile
@@ -129,11 +129,17 @@ def test_the_work_leaves_no_memory_behind() -> None:
     assert memory() is None
 
 
-def test_threads_and_random_values() -> None:
-    assert thread_counts(1) == thread_counts(1, taken=1) == [1]
-    assert thread_counts(16) == [1, 2, 4, 8, 15, 16]
-    assert thread_counts(16, taken=1) == [1, 2, 4, 8, 14, 15]
-    assert best_threads({1: 1.0, 2: 1.9, 4: 2.95, 8: 3.0}) == 4
+@pytest.mark.parametrize(("rates", "threads"), [((4.0, 4.1), 14), ((4.0, 4.2), 15)])
+def test_beside_a_gpu_one_core_more_is_taken_where_that_gains(
+    rates: tuple[float, float], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = Calibration(torch.device("cuda"), _effort(), Ranks(None), cores=16, progress=None)
+    found = iter(rates)
+    monkeypatch.setattr(calibration, "_rates", lambda *_: {"host_adam": [next(found)]})
+    assert calibration._threads(AdamChunk.on(CPU, 128)) == threads
+
+
+def test_random_values_are_random_throughout() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.int16, torch.uint8):
         tensor = random_tensor(3_000_001, dtype, CPU)
         assert tensor.numel() == 3_000_001
@@ -159,10 +165,10 @@ def test_sizes_go_with_time_and_room() -> None:
 def test_products_are_smaller_on_a_slow_device(
     monkeypatch: pytest.MonkeyPatch, seconds_of_1024: float, width: int
 ) -> None:
-    def seconds(run: Any, device: torch.device, runs: int) -> float:
+    def seconds(run: Any, device: torch.device) -> float:
         return seconds_of_1024 * (len(run.args[0]) / 1024) ** 3
 
-    monkeypatch.setattr("protrain.hardware.calibration.activities.batch_s", seconds)
+    monkeypatch.setattr("protrain.hardware.calibration.activities.run_s", seconds)
     assert largest_product(CPU, _effort())[1] == width
 
 

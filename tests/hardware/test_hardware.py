@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 
 from protrain.hardware import memory
 from protrain.hardware.detection import assume, detect
-from protrain.hardware.memory import available_host_bytes, for_training, usable_cores
+from protrain.hardware.memory import available_host_bytes, for_training, update_threads, usable_cores
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.hardware.shipped import load, next_card, of_card, of_gpu, of_machine, shipped_name, shipped_names
 
@@ -130,7 +131,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return found
 
 
-def test_memory_that_gpu_and_host_share_counts_once(card: Callable[..., None]) -> None:
+def test_what_is_found_of_a_card(card: Callable[..., None]) -> None:
+    """Memory that GPU and host share counts once, and a known card is not known to be connected as elsewhere."""
     card("NVIDIA GB10", 95 * GIB, is_integrated=True)
     shared = assume(torch.device("cuda"))
     assert (shared.device_bytes, shared.host_bytes) == (45 * GIB, 45 * GIB)
@@ -140,14 +142,9 @@ def test_memory_that_gpu_and_host_share_counts_once(card: Callable[..., None]) -
     apart = assume(torch.device("cuda"))
     assert apart.device_bytes > 69 * GIB
     assert apart.host_bytes == 90 * GIB
-
-
-def test_a_card_that_is_found_here_is_not_known_to_be_connected_as_elsewhere(card: Callable[..., None]) -> None:
-    card("NVIDIA H100 80GB HBM3")
-    found = assume(torch.device("cuda"))
-    assert found.matmul_tflops == load("h100").matmul_tflops
-    assert [getattr(found, name) for name in (*COLLECTIVES, "network_gbps")] == [None] * 3
-    assert found.contention == load("h100").contention[:-1]
+    assert apart.matmul_tflops == load("h100").matmul_tflops
+    assert [getattr(apart, name) for name in (*COLLECTIVES, "network_gbps")] == [None] * 3
+    assert apart.contention == load("h100").contention[:-1]
 
 
 def test_cards_rented_in_parts_of_a_server_have_a_larger_host_with_more_gpus() -> None:
@@ -209,10 +206,10 @@ def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"h2d_gbps": 0}, r"HardwareProfile\.h2d_gbps must be a finite number above 0, not 0\.0"),
-        ({"matmul_tflops": float("nan")}, r"HardwareProfile\.matmul_tflops must be a finite number above 0, not nan"),
+        ({"matmul_tflops": float("nan")}, r"matmul_tflops must be a finite number less than 2\*\*63, not nan"),
         ({"streamed_adam_gparams": 0.0}, r"streamed_adam_gparams must be a finite number above 0, or null, not 0\.0"),
-        ({"device_bytes": -1}, r"device_bytes must be above 0 and less than 2\*\*63, not -1"),
-        ({"host_bytes": 10**20}, r"host_bytes must be above 0 and less than 2\*\*63, not 1"),
+        ({"device_bytes": -1}, r"device_bytes must be above 0, not -1"),
+        ({"host_bytes": 10**20}, r"host_bytes must be a finite number less than 2\*\*63, not 1"),
         ({"cpu_threads": 0}, r"cpu_threads must be at least 1, not 0"),
         ({"host_adam_threads": 0}, r"host_adam_threads must be at least 1, or null, not 0"),
         ({"device_type": "tpu"}, r"device_type must be cuda or cpu, not 'tpu'"),
@@ -260,32 +257,44 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return run
 
 
-def test_the_least_control_group_counts(write: Write) -> None:
-    write(
-        {
-            "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n",
-            "proc/self/cgroup": "0::/outer/inner\n",
-            "sys/fs/cgroup/outer/memory.max": str(4 * GIB),
-            "sys/fs/cgroup/outer/memory.current": str(3 * GIB),
-            "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
-            "sys/fs/cgroup/outer/inner/memory.max": "max\n",
-            "sys/fs/cgroup/outer/inner/memory.current": "7",
-        },
-    )
-    assert available_host_bytes() == 2 * GIB
+MEMORY_GROUP = "sys/fs/cgroup/memory/box/memory"
 
 
-def test_the_older_control_groups_count_too(write: Write) -> None:
-    write(
-        {
-            "proc/meminfo": "MemAvailable: 8388608 kB\n",
-            "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
-            "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(GIB),
-            "sys/fs/cgroup/memory/box/memory.usage_in_bytes": str(GIB // 4),
-            "sys/fs/cgroup/memory/box/memory.stat": "total_inactive_file 0\n",
-        },
-    )
-    assert available_host_bytes() == GIB - GIB // 4
+@pytest.mark.parametrize(
+    ("files", "available_bytes"),
+    [
+        (
+            {
+                "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n",
+                "proc/self/cgroup": "0::/outer/inner\n",
+                "sys/fs/cgroup/outer/memory.max": str(4 * GIB),
+                "sys/fs/cgroup/outer/memory.current": str(3 * GIB),
+                "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+                "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+                "sys/fs/cgroup/outer/inner/memory.current": "7",
+            },
+            2 * GIB,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 8388608 kB\n",
+                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
+                f"{MEMORY_GROUP}.limit_in_bytes": str(GIB),
+                f"{MEMORY_GROUP}.usage_in_bytes": str(GIB // 4),
+                f"{MEMORY_GROUP}.stat": "total_inactive_file 0\n",
+            },
+            GIB - GIB // 4,
+        ),
+        ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, 1024**2),
+        ({}, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+    ],
+    ids=["the least group", "version 1", "no groups", "nothing said"],
+)
+def test_memory_is_the_least_that_system_and_control_groups_leave(
+    write: Write, files: dict[str, str], available_bytes: int
+) -> None:
+    write(files)
+    assert available_host_bytes() == available_bytes
 
 
 ALLOWED = usable_cores()
@@ -316,11 +325,9 @@ def test_no_more_cores_than_control_groups_grant(write: Write, files: dict[str, 
     assert usable_cores() == min(ALLOWED, int(cores))
 
 
-def test_without_control_groups_the_system_decides(write: Write) -> None:
-    write({})
-    assert available_host_bytes() > 1024**2, "all that there is, where the system does not say what is available"
-    write({"proc/meminfo": "MemAvailable: 1024 kB\n"})
-    assert available_host_bytes() == 1024**2
+def test_beside_a_gpu_two_cores_are_left_to_others() -> None:
+    assert [update_threads(cores, beside_gpu=True) for cores in (1, 2, 3, 16)] == [1, 1, 1, 14]
+    assert [update_threads(cores, beside_gpu=False) for cores in (1, 2, 16)] == [1, 1, 8]
 
 
 def test_a_processor_is_named_as_the_system_names_it(write: Write) -> None:

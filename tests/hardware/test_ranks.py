@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from protrain.cli.main import main
-from protrain.consensus import of_all
+from protrain.consensus import _with_collectives, of_all
 from protrain.distributed.joining import join
 from protrain.hardware.cache import Machine, cached, store
 from protrain.hardware.calibration import calibrate
-from protrain.hardware.calibration.activities import Activity, Run, product
-from protrain.hardware.calibration.contention import rates_together
-from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
+from protrain.hardware.calibration.activities import Activity, Collectives, Run, product
+from protrain.hardware.calibration.contention import most_contended, rates_on_ranks, slowest
 from protrain.hardware.calibration.report import report
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.profile import Contention, HardwareProfile
@@ -108,17 +107,17 @@ def test_a_wrap_takes_what_as_many_ranks_have_measured_and_halves_what_one_has(t
         assert (one.world_size, two.world_size) == (2, 2)
 
 
-def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[str, float], int]:
+def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[str, float], dict[str, float], int]:
     """The bytes in both halves of an exchanged and of a gathered tensor; rates of collectives beside naps on rank 0."""
     ranks = join(None)
     ranks.use(CPU)
     collectives = Collectives(ranks, CPU, 3 * MIB + 1)
     collectives._whole.fill_(rank + 1)
-    collectives.exchange(MIB)
-    exchanged = [half.unique().tolist() for half in collectives._received[:MIB].view(2, -1)]
-    collectives.gather(MIB)
-    gathered = [half.unique().tolist() for half in collectives._whole[:MIB].view(2, -1)]
-    count = collectives.units_in(0.2)
+    collectives.exchange()
+    exchanged = [half.unique().tolist() for half in collectives._received.view(2, -1)]
+    collectives.gather()
+    gathered = [half.unique().tolist() for half in collectives._whole.view(2, -1)]
+    amounts = {name: activity.amount for name, activity in collectives.activities().items()}
     ended = 0
 
     def both() -> None:
@@ -128,10 +127,32 @@ def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[st
 
     naps = {"naps": Activity(lambda: time.sleep(0.01), 1.0)} if rank == 0 else {}
     together = {"collective": Activity(both, 1.0), **naps}
-    found = rates_together(together, duration_s=0.2, counts={"collective": count})
+    found = rates_on_ranks(ranks, together, "a test", duration_s=0.2)
     rates = {name: median(of_slices) for name, of_slices in found.items()}
-    assert ended == count + 2, "the agreed number, and two that warm up"
-    return exchanged, gathered, rates, count
+    return exchanged, gathered, amounts, rates, ended
+
+
+def measured_for_a_wrap(rank: int) -> tuple[HardwareProfile, HardwareProfile]:
+    """A profile that knows nothing of collectives, and what ranks make of it that measure them before they plan."""
+    ranks = join(None)
+    ranks.use(CPU)
+    pair = Contention(activities=("h2d", "d2h"), shares=(0.9, 0.8))
+    own = replace(assume(CPU), world_size=2, contention=(pair,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr("protrain.consensus._WIDTH", 256)
+        return own, _with_collectives(ranks, own, CPU)
+
+
+def test_a_wrap_measures_collectives_as_calibration_does() -> None:
+    (own, found), (_, also) = on_ranks(2, measured_for_a_wrap)
+    rates = [(each.all_gather_gbps, each.all_to_all_gbps, each.contention) for each in (found, also)]
+    assert rates[0] == rates[1], "the least of both ranks"
+    assert found.all_gather_gbps is not None
+    assert found.all_to_all_gbps is not None
+    assert min(found.all_gather_gbps, found.all_to_all_gbps) > 0
+    *kept, measured = found.contention
+    assert (tuple(kept), measured.activities) == (own.contention, ("collective", "matmul"))
 
 
 def calibrate_unlike_gpus(rank: int, cache: str) -> tuple[HardwareProfile, HardwareProfile | None]:
@@ -161,9 +182,11 @@ def test_unlike_gpus_are_measured_in_sizes_for_the_least_and_all_find_the_profil
 
 
 def test_ranks_exchange_and_gather_as_in_training_and_end_together() -> None:
-    (exchanged, gathered, rates, count), (also, same, others, agreed) = on_ranks(2, collectives_of)
+    (exchanged, gathered, amounts, rates, count), (also, same, _, others, agreed) = on_ranks(2, collectives_of)
     assert exchanged == also == gathered == same == [[1], [2]]
-    assert count == agreed
+    half_gb = 3 * MIB / 2 / 1e9  # of which a rank has the other half
+    assert amounts == {"gather": half_gb, "exchange": half_gb, "collective": 2 * half_gb}
+    assert count == agreed > 10, "all ranks do equally many"
     assert 20 < rates["naps"] < 100
     assert 0.4 < rates["collective"] / others["collective"] < 2.5, "each waits for the other"
 

@@ -32,8 +32,8 @@ def test_each_rate_has_its_percent_where_a_datasheet_is_known() -> None:
     assert report(PROFILE).splitlines()[-1] == "warning: something is odd"
     long = report(replace(PROFILE, warnings=("odd " * 40,))).splitlines()
     assert max(len(line) for line in long if "odd" in line) <= 80
-    assert "best with 1 thread\n" in report(replace(PROFILE, host_adam_threads=1))
-    assert "best with 14 threads" in report(PROFILE)
+    assert "AdamW on the host has 1 thread\n" in report(replace(PROFILE, host_adam_threads=1))
+    assert "AdamW on the host has 14 threads" in report(PROFILE)
     assert "driver 580.1, torch 2.13.0" in report(PROFILE)
     plain = report(replace(PROFILE, contention=(), warnings=()))
     assert "together" not in plain

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -32,22 +34,23 @@ def _refuse(*arguments: object) -> int:
     raise FakeError("not supported")
 
 
+def _handle(identifier: str, kind: str = "GPU") -> str:
+    if identifier != f"{kind}-{UUID}":
+        raise FakeError("no such card")
+    return "handle"
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     """Facts that a fake library gives of a healthy card on a PCI Express 5 x16 link, but for other answers."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=UUID))
-
-    def handle(identifier: str) -> str:
-        if identifier != f"GPU-{UUID}":
-            raise FakeError("no such card")
-        return "handle"
 
     def facts(**answers: Callable[..., object]) -> GpuFacts | None:
         module = types.ModuleType("pynvml")
         known: dict[str, Callable[..., object]] = {
             "nvmlInit": lambda: None,
             "nvmlShutdown": lambda: None,
-            "nvmlDeviceGetHandleByUUID": handle,
+            "nvmlDeviceGetHandleByUUID": _handle,
             "nvmlSystemGetDriverVersion": lambda: "580.1",
             "nvmlDeviceGetCurrPcieLinkGeneration": lambda card: 5,
             "nvmlDeviceGetMaxPcieLinkGeneration": lambda card: 5,
@@ -63,20 +66,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def test_a_healthy_card_or_one_that_a_virtual_machine_hides_raises_no_warning(library: Library) -> None:
-    healthy = GpuFacts(
-        driver="580.1",
-        pcie_generation=5,
-        pcie_width=16,
-        pcie_generation_max=5,
-        pcie_width_max=16,
-        throttled=False,
-    )
+    link: dict[str, Any] = {"pcie_generation": 5, "pcie_width": 16, "pcie_generation_max": 5, "pcie_width_max": 16}
+    healthy = GpuFacts(driver="580.1", throttled=False, **link)
     hidden = library(
+        nvmlDeviceGetHandleByUUID=partial(_handle, kind="MIG"),  # a slice of a card
         nvmlDeviceGetCurrPcieLinkWidth=_refuse,
         nvmlDeviceGetMaxPcieLinkGeneration=_refuse,
         nvmlDeviceGetCurrentClocksThrottleReasons=_refuse,
     )
     assert hidden is not None
+    assert hidden.driver == "580.1"
     assert hidden.pcie_width is hidden.pcie_generation_max is None
     assert library() == healthy
     for facts in (healthy, hidden, None):
@@ -110,28 +109,23 @@ def test_without_the_library_its_driver_or_the_card_nothing_is_known(
     assert gpu_facts(CARD) is gpu_facts(torch.device("cpu")) is None
 
 
-def test_a_slice_of_a_card_is_found_and_hides_its_link(library: Library) -> None:
-    def handle(identifier: str) -> str:
-        if identifier != f"MIG-{UUID}":
-            raise FakeError("no such card")
-        return "slice"
-
-    facts = library(nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetCurrPcieLinkWidth=_refuse)
-    assert facts is not None
-    assert (facts.driver, facts.pcie_width) == ("580.1", None)
-
-
-def _of_machine(*, seconds: float = 30.0, names: tuple[str, ...] = ("H100",)) -> list[str]:
+@pytest.mark.parametrize(
+    ("seconds", "names", "words"),
+    [
+        (30.0, ("H100", "H100"), []),
+        (30.0, ("H100", "A100", "H100"), ["ranks have unlike GPUs: H100 and A100"]),
+        (3.0, ("H100",), ["so little time that tensors of 102 MiB were measured"]),
+    ],
+)
+def test_what_makes_rates_wrong_is_told_before_anything_is_measured(
+    seconds: float, names: tuple[str, ...], words: list[str]
+) -> None:
     effort = Effort(seconds=seconds, host_room_bytes=64 * 1024**3, device_room_bytes=64 * 1024**3)
-    return machine_warnings(effort, names)
+    found = machine_warnings(effort, names)
+    assert all(said in line for said, line in zip(words, found, strict=True))
 
 
-def test_what_slows_a_machine_down_before_it_is_measured_is_told() -> None:
-    assert _of_machine(names=("H100", "H100")) == []
-    (line,) = _of_machine(names=("H100", "A100", "H100"))
-    assert "ranks have unlike GPUs: H100 and A100" in line
-    (line,) = _of_machine(seconds=3.0)
-    assert "so little time that tensors of 102 MiB were measured" in line
+def test_a_warning_that_not_all_ranks_have_names_the_rank() -> None:
     assert warnings_of_all([["hot", "narrow"], ["hot"]]) == ["hot", "rank 0: narrow"]
 
 

@@ -27,22 +27,10 @@ class Stop:
     step: int = 2
     ranks: tuple[int, ...] = (0,)  # that do
     times: int = 1
-    dropped: bool = False  # whether Python drops the exception that the handler raises
 
     def send(self) -> None:
-        if self.dropped:
-            _InFinalizer(self.number)
-            return
         for _ in range(self.times):
             os.kill(os.getpid(), self.number)
-
-
-class _InFinalizer:
-    def __init__(self, number: signal.Signals) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), self.number)
 
 
 @dataclass(frozen=True)

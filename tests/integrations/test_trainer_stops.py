@@ -81,13 +81,6 @@ def test_an_evaluation_is_left(tmp_path: Path) -> None:
 # By what the stop is: the checkpoint that is saved, and the events after the signal.
 OTHERS: dict[str, tuple[Stop, dict[str, Any], str, tuple[str, ...]]] = {
     "in the first step": (Stop(signal.SIGINT, "on_step_begin", 0), {}, "", ()),
-    "by SIGTERM in the first step": (Stop(signal.SIGTERM, "on_step_begin", 0), {}, "", ()),
-    "in a finalizer in the first step": (
-        Stop(signal.SIGINT, "on_step_begin", 0, dropped=True),
-        {},
-        "checkpoint-1",
-        ("on_substep_end", *STEP, "on_save"),
-    ),
     "twice": (Stop(signal.SIGINT, times=2), {}, "", ()),
     "at the end of an epoch": (
         Stop(signal.SIGTERM, "on_epoch_end"),
@@ -100,7 +93,6 @@ OTHERS: dict[str, tuple[Stop, dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what is raised in a finalizer
 @pytest.mark.parametrize("when", OTHERS)
 def test_other_moments(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, arguments, checkpoint, done = OTHERS[when]

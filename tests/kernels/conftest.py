@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -35,20 +35,8 @@ class Backend:
     def interpreted(self) -> bool:
         return self.name == "triton" and self.device.type == "cpu"
 
-    def adam(
-        self,
-        *tensors: torch.Tensor | None,
-        scalars: kernels.AdamScalars,
-        gradient_factor: float = 1.0,
-        scale: torch.Tensor | None = None,
-    ) -> None:
-        weight, master, exp_avg, exp_avg_sq, grad = tensors
-        assert weight is not None
-        assert exp_avg is not None
-        assert exp_avg_sq is not None
-        assert grad is not None
-        step = launch_adam if self.interpreted else kernels.adam
-        step(weight, master, exp_avg, exp_avg_sq, grad, scalars, gradient_factor=gradient_factor, scale=scale)
+    def adam(self, *tensors: Any, **options: Any) -> None:
+        (launch_adam if self.interpreted else kernels.adam)(*tensors, **options)
 
     def sum_of_squares(self, values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The partials that ``flatten`` writes of values that it leaves in their place."""
@@ -69,13 +57,13 @@ class Backend:
         starts: list[int] | None = None,
         *,
         accumulate: bool = False,
-        weight_dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
         if self.interpreted:
             table = table_for(tensors, offsets, starts)
-            launch_flatten(table, tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
+            launch_flatten(table, tensors, chunk, partials, accumulate=accumulate, **options)
         else:
-            kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate, weight_dtype=weight_dtype)
+            kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate, **options)
 
     def unflatten(self, chunk: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
         if self.interpreted:
@@ -83,21 +71,12 @@ class Backend:
         else:
             kernels.unflatten(chunk, tensors, offsets)
 
-    def fold(
-        self,
-        pieces: torch.Tensor,
-        slices: list[kernels.Slice],
-        *,
-        gradient: torch.Tensor | None,
-        accumulator: torch.Tensor | None = None,
-        factor: float = 1.0,
-        partials: torch.Tensor | None = None,
-    ) -> None:
+    def fold(self, pieces: torch.Tensor, slices: Sequence[kernels.Slice], **options: Any) -> None:
         if self.interpreted:
-            table = fold_table_for(tuple(slices), pieces.device)
-            launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+            usual: dict[str, Any] = {"accumulator": None, "partials": None}
+            launch_fold(fold_table_for(tuple(slices), pieces.device), pieces, **usual | options)
         else:
-            kernels.fold(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+            kernels.fold(pieces, slices, **options)
 
     def from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         (launch_from_host if self.interpreted else kernels.from_host)(source, target)
@@ -138,6 +117,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("PROTRAIN_HOST_KERNELS", raising=False)
     if name == "aten":
         monkeypatch.setenv("PROTRAIN_HOST_KERNELS", "aten")
+        # By name: the package's attribute "adam" is the function. So a few thousand elements go in several slices.
+        monkeypatch.setattr(importlib.import_module("protrain_kernels.adam"), "REFERENCE_SLICE", 512)
     elif name == "c" and host_library.library() is None:
         pytest.skip("no compiler for the host kernels")
     on_gpu = name == "triton" and torch.cuda.is_available()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -33,13 +34,8 @@ def random_states(count: int, dtype: torch.dtype, moment_dtype: torch.dtype = to
 
 def copied(states: AdamStates, device: torch.device | str = "cpu") -> AdamStates:
     """A copy on ``device``, as each implementation must have its own to change."""
-    weight, master, exp_avg, exp_avg_sq = states
-    return AdamStates(
-        weight.to(device, copy=True),
-        None if master is None else master.to(device, copy=True),
-        exp_avg.to(device, copy=True),
-        exp_avg_sq.to(device, copy=True),
-    )
+    copies: Any = [None if state is None else state.to(device, copy=True) for state in states]
+    return AdamStates(*copies)
 
 
 def check(found: AdamStates, expected: AdamStates, same_bits: Callable[..., None]) -> None:

@@ -37,17 +37,22 @@ def _slices() -> tuple[list[Slice], int, int]:
         (256, 384, 1024),  # begins and ends inside one tile
         (0, TILE + 256, 3 * TILE + 5),  # ends inside a tile
     ]
-    slices, offset, partial = [], 128, 1
+    return _laid_out(parts, gap=128)
+
+
+def _laid_out(parts: Sequence[tuple[int, int, int]], *, gap: int = 0) -> tuple[list[Slice], int, int]:
+    """Slices of (first, numel, elements of the parameter) one behind another; see ``_slices``."""
+    slices, offset, partial = [], gap, int(gap > 0)
     for first, numel, parameter in parts:
         slices.append(Slice(offset=offset, numel=numel, first=first, parameter_numel=parameter, partial_offset=partial))
-        offset += padded(numel) + 128
-        partial += tiles(parameter) + 1
+        offset += padded(numel) + gap
+        partial += tiles(parameter) + int(gap > 0)
     return slices, offset, partial
 
 
 def _whole(numel: int) -> list[Slice]:
     """A parameter that fills the range."""
-    return [Slice(offset=0, numel=numel, first=0, parameter_numel=numel, partial_offset=0)]
+    return _laid_out([(0, numel, numel)])[0]
 
 
 def _shards(numel: int, ranks: int) -> list[tuple[slice, Slice]]:
@@ -172,12 +177,12 @@ def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     batches = [rows[first : first + 2].to(backend.device) for first in (0, 2, 4)]
     accumulator = torch.full((numel,), torch.nan, device=backend.device)
     if begin == "fp32 gradient":
-        backend.fold(batches[0], _whole(numel), gradient=accumulator)
+        backend.fold(batches[0], _whole(numel), gradient=accumulator, factor=1.0)
     else:
         accumulator.fill_(-0.0)
-        backend.fold(batches[0], _whole(numel), gradient=None, accumulator=accumulator)
+        backend.fold(batches[0], _whole(numel), gradient=None, accumulator=accumulator, factor=1.0)
     same_bits(accumulator, _left_fold([*rows[:2]]))
-    backend.fold(batches[1], _whole(numel), gradient=None, accumulator=accumulator)
+    backend.fold(batches[1], _whole(numel), gradient=None, accumulator=accumulator, factor=1.0)
     gradient = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
     partials = torch.full((2,), torch.nan, device=backend.device)
     factor = torch.tensor(1 / 6).item()
@@ -211,10 +216,10 @@ def test_a_rank_without_a_gradient_changes_nothing(
         pieces[rank] = -0.0
     expected = _left_fold([piece for rank, piece in enumerate(pieces) if rank not in absent])
     gradient = torch.full((numel,), torch.nan, device=backend.device)
-    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, factor=1.0)
     same_bits(gradient, expected)
     narrow = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
-    backend.fold(pieces.to(backend.device), _whole(numel), gradient=narrow)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=narrow, factor=1.0)
     same_bits(narrow, expected.to(dtype))
 
 
@@ -246,7 +251,7 @@ def test_a_value_that_is_not_finite_shows_in_its_partial(
     pieces[1, place] = bad
     gradient = torch.zeros(padded(numel), dtype=dtype, device=backend.device)
     partials = torch.zeros(3, device=backend.device)
-    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, partials=partials)
+    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, partials=partials, factor=1.0)
     assert partials.isfinite().tolist() == [tile != place // TILE for tile in range(3)]
 
 
@@ -255,10 +260,10 @@ def test_nothing_to_fold(backend: Any) -> None:
     pieces = torch.zeros(2, 128, device=backend.device)
     nothing = [Slice(offset=0, numel=0, first=0, parameter_numel=300, partial_offset=0)]
     for slices in ([], nothing):
-        backend.fold(pieces, slices, gradient=gradient, partials=partials)
+        backend.fold(pieces, slices, gradient=gradient, partials=partials, factor=1.0)
         assert gradient.cpu().tolist() == [1.0] * 128
         assert partials.item() == 1.0
-    backend.fold(pieces[:, :0], nothing, gradient=gradient[:0], partials=partials)
+    backend.fold(pieces[:, :0], nothing, gradient=gradient[:0], partials=partials, factor=1.0)
     assert partials.item() == 1.0
 
 
@@ -279,20 +284,9 @@ def test_more_elements_than_a_32_bit_integer_counts() -> None:
 @pytest.mark.parametrize("most", [2 * TILE, 5 * TILE + 128, 1 << 25])
 def test_a_range_in_parts_has_the_bits_of_the_whole(same_bits: Callable[..., None], backend: Any, most: int) -> None:
     """Also of pieces that are parts of longer rows, and with a parameter that begins before the range."""
-    slices, offset, partial = [], 0, 0
-    for first, numel in (
-        (3 * TILE + 256, 2 * TILE - 256),
-        (0, 100),
-        (0, 4 * TILE),
-        (0, 7),
-        (0, 128),
-        (0, 9 * TILE + 5),
-    ):
-        slices.append(
-            Slice(offset=offset, numel=numel, first=first, parameter_numel=first + numel, partial_offset=partial)
-        )
-        offset += slices[-1].padded
-        partial += tiles(first + numel)
+    begun = 3 * TILE + 256
+    numels = (100, 4 * TILE, 7, 128, 9 * TILE + 5)
+    slices, offset, partial = _laid_out([(begun, 2 * TILE - 256, 5 * TILE), *((0, n, n) for n in numels)])
     generator = torch.Generator().manual_seed(0)
     pieces = torch.randn(3, offset, generator=generator).bfloat16().to(backend.device)
     start = torch.randn(offset, generator=generator).to(backend.device)

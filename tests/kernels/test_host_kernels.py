@@ -10,13 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from protrain_kernels import (
-    AdamStates,
-    adam,
-    adam_reference,
-    adam_scalars,
-    split,
-)
+from protrain_kernels import AdamStates, adam, adam_reference, adam_scalars, split
+from tests.kernels.states import check, copied
 
 _INF, _NAN, _LARGE = float("inf"), float("nan"), 3.39e38  # the last is the largest bf16
 _SPECIAL = [
@@ -52,18 +47,13 @@ def test_one_special_value_among_ordinary_ones(
             else:
                 changed[name][place] = value
     old = AdamStates(weight, remainder, exp_avg, exp_avg_sq)
-    expected = AdamStates(*(tensor.clone() for tensor in (weight, remainder, exp_avg, exp_avg_sq)))
+    expected, found = copied(old), copied(old)
     adam_reference(*expected, grad, scalars, scale=scale)
-    found = old
     if out_of_place:
-        found = AdamStates(*(torch.zeros_like(tensor) for tensor in (weight, remainder, exp_avg, exp_avg_sq)))
         adam(*old, grad, scalars, scale=scale, threads=2, out=found)
     else:
         adam(*found, grad, scalars, scale=scale, threads=2)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        same_bits(ours, theirs)
+    check(found, expected, same_bits)
 
 
 @pytest.mark.slow
@@ -93,21 +83,17 @@ def test_other_threads_run_during_a_call(compiled: None) -> None:
     weight, exp_avg, exp_avg_sq, grad = torch.zeros(4, 1 << 23)
     most = 0
     for _ in range(10):  # a busy machine may give the main thread no core for a while
-        inside = threading.Event()
-        done = threading.Event()
+        inside, count = threading.Event(), 0
 
-        def call(inside: threading.Event = inside, done: threading.Event = done) -> None:
+        def call(inside: threading.Event = inside) -> None:
             inside.set()
             adam(weight, None, exp_avg, exp_avg_sq, grad, scalars, threads=1)
-            done.set()
 
         thread = threading.Thread(target=call)
         thread.start()
         inside.wait()
-        count = 0
-        while not done.is_set():
+        while thread.is_alive():
             count += 1
-        thread.join()
         most = max(most, count)
         if most > 2000:
             break

@@ -15,6 +15,7 @@ import torch
 
 from protrain_kernels import adam, adam_reference, adam_scalars, flatten, host_library
 from protrain_kernels.host_library import FLAGS, build, library, open_library
+from tests.kernels.states import random_states
 
 SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
 
@@ -46,23 +47,12 @@ def empty_cache(fresh_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     return tmp_path / "cache"
 
 
-State = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
-
-
-def _state(dtype: torch.dtype, count: int = 4096) -> State:
-    generator = torch.Generator().manual_seed(0)
-    values, exp_avg, root = torch.randn(3, count, generator=generator).unbind()
-    master = values.clone() if dtype == torch.float16 else None
-    return values.to(dtype), master, exp_avg.clone(), root.square()
-
-
 def _agrees(dtype: torch.dtype = torch.float32) -> bool:
-    found, expected = _state(dtype), _state(dtype)
+    found, expected = random_states(4096, dtype), random_states(4096, dtype)
     grad = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     adam(*found, grad, SCALARS)
     adam_reference(*expected, grad, SCALARS)
-    pairs = zip(found, expected, strict=True)
-    return all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
+    return all(a is None or b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # For a library that no test computes with.
@@ -77,20 +67,19 @@ def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_library, "SOURCES", (str(source),))
 
 
-def test_builders_at_once_leave_one_library(compiler: list[str], small_source: None, tmp_path: Path) -> None:
+def test_builders_at_once_leave_one_library_that_is_built_once(
+    compiler: list[str], small_source: None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
     with ThreadPoolExecutor(2) as pool:
-        paths = list(pool.map(lambda _: build(compiler, FLAGS, tmp_path / "cache"), range(2)))
-    assert len(set(paths)) == 1
-    assert list((tmp_path / "cache").iterdir()) == [paths[0]]
-    assert ctypes.CDLL(str(paths[0])).answer() == 42
-
-
-def test_a_second_load_compiles_nothing(compiler: list[str], small_source: None, tmp_path: Path) -> None:
-    first = build(compiler, FLAGS, tmp_path)
+        first, second = pool.map(lambda _: build(compiler, FLAGS, folder), range(2))
+    assert first == second
+    assert list(folder.iterdir()) == [first]
+    assert ctypes.CDLL(str(first)).answer() == 42
     stamp = first.stat().st_mtime_ns
-    assert build(compiler, FLAGS, tmp_path) == first
+    assert build(compiler, FLAGS, folder) == first
     assert first.stat().st_mtime_ns == stamp
-    assert build(compiler, (*FLAGS, "-DOTHER"), tmp_path) != first
+    assert build(compiler, (*FLAGS, "-DOTHER"), folder) != first
 
 
 def test_an_unwritable_cache_gives_way(

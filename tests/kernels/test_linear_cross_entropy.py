@@ -62,6 +62,11 @@ def _exact(
     return loss / (counts.sum() if divisor is None else torch.as_tensor(divisor).to(loss.device).reshape(()))
 
 
+def _plain(tensors: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
+    """As a model computes it: logits in the type of the tensors, and their cross-entropy in fp32."""
+    return cross_entropy(linear(*tensors).float(), targets, **options)
+
+
 def _gradients(compute: Callable[..., Tensor], tensors: list[Tensor], targets: Tensor, **options: Any) -> Gradients:
     """What ``compute`` makes of copies in their own memory."""
     copies = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -129,11 +134,7 @@ def test_where_no_target_counts_all_is_as_in_torch(rows: int, smoothing: float) 
     tensors, _ = _given(rows, bias=True)
     targets = torch.full((rows,), -100)
     loss, gradients = _gradients(_ours, tensors, targets, label_smoothing=smoothing)
-
-    def plain(copies: list[Tensor], targets: Tensor) -> Tensor:
-        return cross_entropy(linear(*copies), targets, label_smoothing=smoothing)
-
-    wanted_loss, wanted = _gradients(plain, tensors, targets)
+    wanted_loss, wanted = _gradients(_plain, tensors, targets, label_smoothing=smoothing)
     torch.testing.assert_close((loss, *gradients), (wanted_loss, *wanted), rtol=0, atol=0, equal_nan=True)
     assert loss.isnan()
     assert all(gradient is not None and bool((gradient == 0).all()) for gradient in gradients)
@@ -213,32 +214,30 @@ def _errors_in_16_bits(
     with torch.no_grad():
         tensors[1] *= 3 * hidden**-0.5  # logits as of a model that is being trained
     _, exact = _gradients(scaled(_exact), _in_fp64(tensors), targets, **options)
-
-    def plain(copies: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
-        return cross_entropy(linear(*copies).float(), targets, **options)
-
     ours, plainly = (
         [_error(*pair) for pair in zip(_gradients(scaled(compute), tensors, targets, **options)[1], exact, strict=True)]
-        for compute in (_ours, plain)
+        for compute in (_ours, _plain)
     )
     return ours, plainly
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
-@pytest.mark.parametrize("words", [501, 2000])
-def test_gradients_in_bf16_are_as_exact_as_those_of_torch(words: int, options: dict[str, float]) -> None:
-    """Plain torch has logits in bf16 and their cross-entropy in fp32 too, and sums over all rows in one product."""
-    ours, plain = _errors_in_16_bits(SEVERAL_PIECES, 64, words, dtype=torch.bfloat16, device="cpu", **options)
-    assert max(plain) < 0.01
+@pytest.mark.parametrize(
+    ("dtype", "words", "most", "ratio", "options"),
+    [
+        (torch.bfloat16, 501, 0.01, 1.001, {}),
+        (torch.bfloat16, 2000, 0.01, 1.001, {"label_smoothing": 0.1}),
+        (torch.float16, 2000, 0.001, 1.2, {"loss_scale": 65536.0}),  # before which gradients do not vanish
+    ],
+    ids=str,
+)
+def test_gradients_in_16_bits_are_as_exact_as_those_of_torch(
+    dtype: torch.dtype, words: int, most: float, ratio: float, options: dict[str, float]
+) -> None:
+    """Plain torch has logits in 16 bits and their cross-entropy in fp32 too, and sums over all rows in one product."""
+    ours, plain = _errors_in_16_bits(SEVERAL_PIECES, 64, words, dtype=dtype, device="cpu", **options)
+    assert max(plain) < most
     for own, other in zip(ours, plain, strict=True):
-        assert own <= 1.001 * other
-
-
-def test_gradients_in_fp16_do_not_vanish_before_the_loss_scale() -> None:
-    ours, plain = _errors_in_16_bits(SEVERAL_PIECES, 64, 2000, dtype=torch.float16, device="cpu", loss_scale=65536.0)
-    assert max(plain) < 0.001
-    for own, other in zip(ours, plain, strict=True):
-        assert own <= 1.2 * other
+        assert own <= ratio * other
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained weight", "frozen weight"])
@@ -268,29 +267,26 @@ def test_the_memory_is_what_the_module_says(dtype: torch.dtype, rows: int, train
 
 def test_pieces() -> None:
     """Figures, so that a change shows: other pieces are other bits of the gradients of a weight."""
-    assert [piece_rows(rows, 1024, trained=True) for rows in (0, 1, 127, 129, 2048, 2049, 16384)] == [
-        *(0, 1, 127, 129, 2048, 1152, 2048)
-    ]
-    assert [piece_rows(8192, hidden, trained=True) for hidden in (64, 2048, 3584, 4096, 9000)] == [
-        *(2048, 2048, 2816, 4096, 8192)
-    ]
-    assert [piece_rows(rows, 4096, trained=False) for rows in (1, 1024, 1025, 3000, 16384)] == [
-        1,
-        1024,
-        640,
-        1024,
-        1024,
-    ]
+    by_rows = {0: 0, 1: 1, 127: 127, 129: 129, 2048: 2048, 2049: 1152, 16384: 2048}
+    assert {rows: piece_rows(rows, 1024, trained=True) for rows in by_rows} == by_rows
+    by_hidden = {64: 2048, 2048: 2048, 3584: 2816, 4096: 4096, 9000: 8192}
+    assert {hidden: piece_rows(8192, hidden, trained=True) for hidden in by_hidden} == by_hidden
+    frozen = {1: 1, 1024: 1024, 1025: 640, 3000: 1024, 16384: 1024}
+    assert {rows: piece_rows(rows, 4096, trained=False) for rows in frozen} == frozen
 
 
-def test_bad_arguments() -> None:
-    (hidden, weight), targets = _given()
-    with pytest.raises(ValueError, match=r"hidden states \[50, 24\] need as many targets of int64, not \[49\]"):
-        linear_cross_entropy(hidden, weight, targets[1:])
-    with pytest.raises(ValueError, match=r"not \[50\] of torch\.int32"):
-        linear_cross_entropy(hidden, weight, targets.int())
-    with pytest.raises(ValueError, match="targets are on meta and hidden states on cpu"):
-        linear_cross_entropy(hidden, weight, targets.to("meta"))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda targets: targets[1:], r"hidden states \[50, 24\] need as many targets of int64, not \[49\]"),
+        (lambda targets: targets.int(), r"not \[50\] of torch\.int32"),
+        (lambda targets: targets.to("meta"), "targets are on meta and hidden states on cpu"),
+    ],
+)
+def test_wrong_targets_are_named(change: Callable[[Tensor], Tensor], message: str) -> None:
+    tensors, targets = _given()
+    with pytest.raises(ValueError, match=message):
+        _ours(tensors, change(targets))
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

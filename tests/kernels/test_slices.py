@@ -9,7 +9,6 @@ import torch
 
 from protrain_kernels import TILE, Slice, fold
 from protrain_kernels.fold import table_for
-from protrain_kernels.slices import RowTable
 
 
 def _slice(**changes: int) -> Slice:
@@ -107,24 +106,6 @@ def test_partials_of_tiles_that_are_cut_need_no_room() -> None:
     gradient, partials = torch.zeros(part.padded), torch.zeros(1)
     fold(torch.ones(2, part.padded), [part], gradient=gradient, factor=1.0, partials=partials)
     assert partials.tolist() == [4.0 * TILE]
-
-
-def test_every_program_knows_its_slice_and_place() -> None:
-    sizes = [(0, 2 * TILE, 5 * TILE), (0, 0, 300), (TILE + 128, 2 * TILE, 4 * TILE)]
-    offsets = [0, 2 * TILE, 2 * TILE]
-    table = RowTable(
-        [
-            _slice(offset=offset, first=first, numel=numel, parameter_numel=parameter, partial_offset=7)
-            for offset, (first, numel, parameter) in zip(offsets, sizes, strict=True)
-        ],
-        torch.device("cpu"),
-    )
-    assert table.slice_of.tolist() == [0, 2, 2]  # the last slice has parts of three tiles
-    assert table.rows.tolist() == [
-        [0, 0, 2 * TILE, 5 * TILE, 7, 0],
-        [2 * TILE, 0, 0, 300, 7, 1],
-        [TILE - 128, TILE + 128, 3 * TILE + 128, 4 * TILE, 7, 1],
-    ]
 
 
 def test_fold_makes_a_table_once() -> None:

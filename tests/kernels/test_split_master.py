@@ -16,27 +16,17 @@ def _every_upper_half(lower: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lower", LOWER_HALVES, ids=hex)
-def test_every_upper_half_comes_back(lower: int) -> None:
+def test_every_upper_half_comes_back_and_ties_go_away_from_zero(lower: int) -> None:
     master = _every_upper_half(lower)
     weight, remainder = split(master)
-    back = join(weight, remainder)
-    nan = master.isnan()
-    assert torch.equal(back.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
-    assert weight[nan].isnan().all()
-    assert back[nan].isnan().all()
-
-
-@pytest.mark.parametrize("lower", LOWER_HALVES, ids=hex)
-def test_weight_is_the_nearest_and_ties_go_away_from_zero(lower: int) -> None:
-    master = _every_upper_half(lower)
-    weight, _ = split(master)
-    number = ~master.isnan()
+    back, number = join(weight, remainder), ~master.isnan()
+    assert torch.equal(back.view(torch.int32)[number], master.view(torch.int32)[number])
+    assert weight[~number].isnan().all()
+    assert back[~number].isnan().all()
+    nearest = master.to(torch.bfloat16).view(torch.int16)
     if lower == 0x8000:
-        upper = (master.view(torch.int32) >> 16).to(torch.int16)
-        assert torch.equal(weight.view(torch.int16)[number], (upper + 1)[number])
-    else:
-        rounded_by_torch = master.to(torch.bfloat16)
-        assert torch.equal(weight.view(torch.int16)[number], rounded_by_torch.view(torch.int16)[number])
+        nearest = (master.view(torch.int32) >> 16).to(torch.int16) + 1
+    assert torch.equal(weight.view(torch.int16)[number], nearest[number])
 
 
 def test_a_value_whose_weight_overflows_comes_back() -> None:

@@ -8,119 +8,101 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamStaging, adam_reference, adam_scalars, streamed_adam
-from tests.kernels.states import random_states
+from protrain_kernels import AdamStaging, AdamStates, adam_reference, adam_scalars, streamed_adam
+from tests.kernels.states import check, copied, random_states
 
-COUNT = 11 * 1024 + 384
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 MOMENTS = pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16], ids=["moments", "bfloat16-moments"])
 SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
-CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _state(
-    dtype: torch.dtype, grad_dtype: torch.dtype, count: int = COUNT, moment_dtype: torch.dtype = torch.float32
-) -> Tensors:
-    states = random_states(count, dtype, moment_dtype)._asdict()
-    gradient = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(grad_dtype)
-    return {name: state for name, state in states.items() if state is not None} | {"grad": gradient}
+def _gradient(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _step(tensors: Tensors, **options: Any) -> Any:
-    named: Any = {"master": None, **tensors}
-    return streamed_adam(**named, scalars=SCALARS, **options)
-
-
-def _expected(tensors: Tensors, scale: torch.Tensor | None = None) -> Tensors:
-    copies = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    named: Any = {"master": None, **copies}
-    adam_reference(**named, scalars=SCALARS, scale=None if scale is None else scale.cpu())
-    return copies
-
-
-def _check(found: Tensors, expected: Tensors, same_bits: Callable[..., None]) -> None:
-    for name, tensor in found.items():
-        same_bits(tensor, expected[name])
+def _expected(states: AdamStates, grad: torch.Tensor, **options: Any) -> AdamStates:
+    found = copied(states)
+    adam_reference(*found, grad, SCALARS, **options)
+    return found
 
 
 @pytest.mark.parametrize("piece", [128, 1280, 1 << 14])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@DTYPES
 @MOMENTS
 def test_pieces_on_the_cpu(
     same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype, piece: int
 ) -> None:
     """With the copies, the slots in turn and the pieces' ends; the CPU stands in for the device."""
-    tensors = _state(dtype, torch.float32, moment_dtype=moment_dtype)
-    expected = _expected(tensors)
+    count = 11 * 1024 + 384
+    states, grad = random_states(count, dtype, moment_dtype), _gradient(count)
+    expected = _expected(states, grad, gradient_factor=1 / 3)
     staging = AdamStaging(CPU, size_bytes=2 * piece * 18)
     staging.memory.fill_(0xFF)  # NaN
-    assert _step(tensors, staging=staging) is None
-    _check(tensors, expected, same_bits)
-
-
-def test_nothing_to_update() -> None:
-    empty = {name: tensor[:0] for name, tensor in _state(torch.bfloat16, torch.bfloat16).items()}
-    _step(empty, staging=AdamStaging(CPU, size_bytes=1 << 16))
+    assert streamed_adam(*states, grad, SCALARS, staging, gradient_factor=1 / 3) is None
+    check(states, expected, same_bits)
+    streamed_adam(*states.part(slice(0, 0)), grad[:0], SCALARS, staging)
+    check(states, expected, same_bits)
 
 
 def test_bad_arguments_are_named() -> None:
-    tensors = _state(torch.bfloat16, torch.bfloat16)
+    states, grad = random_states(256, torch.bfloat16), _gradient(256)
     with pytest.raises(ValueError, match="size_bytes is 4000: it must be at least 4608"):
         AdamStaging(CPU, size_bytes=4000)
     staging = AdamStaging(CPU, size_bytes=1 << 16)
-    with pytest.raises(ValueError, match="exp_avg has 128 elements"):
-        _step(tensors | {"exp_avg": torch.zeros(128)}, staging=staging)
-    with pytest.raises(ValueError, match="scale must be one float32"):
-        _step(tensors, scale=torch.zeros(2), staging=staging)
-    with pytest.raises(ValueError, match="weight must be in pinned host memory for cpu"):
-        _step(tensors | {"weight": tensors["weight"].to("meta")}, staging=staging)
+    cases: list[tuple[AdamStates, dict[str, Any], str]] = [
+        (states._replace(exp_avg=torch.zeros(128)), {}, "exp_avg has 128 elements"),
+        (states, {"scale": torch.zeros(2)}, "scale must be one float32"),
+        (states._replace(weight=states.weight.to("meta")), {}, "weight must be in pinned host memory for cpu"),
+    ]
+    for wrong, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            streamed_adam(*wrong, grad, SCALARS, staging, **options)
 
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+def _pinned(states: AdamStates) -> AdamStates:
+    pinned: Any = [None if state is None else state.clone().pin_memory() for state in states]
+    return AdamStates(*pinned)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnTheGpu:
-    pytestmark = gpu
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @DTYPES
     @MOMENTS
     def test_same_bits(self, same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        count = 1 << 20
-        start = _state(dtype, torch.float32, count, moment_dtype)
-        tensors = {name: tensor.clone().pin_memory() for name, tensor in start.items()}
-        scale = torch.tensor([0.3], device="cuda")
-        expected = _expected(start, scale)
-        staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 21)
-        done = _step(tensors, scale=scale, staging=staging)
+        count, scale = 1 << 20, torch.tensor([0.3])
+        start, grad = random_states(count, dtype, moment_dtype), _gradient(count)
+        states, staging = _pinned(start), AdamStaging(GPU, size_bytes=1 << 21)
+        done = streamed_adam(*states, grad.pin_memory(), SCALARS, staging, scale=scale.cuda())
         assert done is not None
         done.synchronize()
-        _check(tensors, expected, same_bits)
+        check(states, _expected(start, grad, scale=scale), same_bits)
 
     def test_many_chunks_through_one_staging_area(self, same_bits: Callable[..., None]) -> None:
-        staging = AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20)
-        start = _state(torch.bfloat16, torch.bfloat16, 1 << 18)
-        chunks = [{name: tensor.clone().pin_memory() for name, tensor in start.items()} for _ in range(6)]
-        events = [_step(chunk, staging=staging) for chunk in chunks]
-        expected = _expected(start)
+        count, staging = 1 << 18, AdamStaging(GPU, size_bytes=1 << 20)
+        start, grad = random_states(count, torch.bfloat16), _gradient(count, torch.bfloat16).pin_memory()
+        chunks = [_pinned(start) for _ in range(6)]
+        events = [streamed_adam(*chunk, grad, SCALARS, staging) for chunk in chunks]
+        expected = _expected(start, grad)
         for chunk, event in zip(chunks, events, strict=True):
             assert event is not None
             event.synchronize()
-            _check(chunk, expected, same_bits)
+            check(chunk, expected, same_bits)
 
     def test_a_gradient_that_is_still_on_its_way_is_waited_for(self, same_bits: Callable[..., None]) -> None:
-        start = _state(torch.bfloat16, torch.float32, 1 << 18)
-        tensors = {name: tensor.clone().pin_memory() for name, tensor in start.items()}
-        tensors["grad"].fill_(torch.nan)
-        values = start["grad"].cuda()
+        count = 1 << 18
+        start, values = random_states(count, torch.bfloat16), _gradient(count)
+        states, grad = _pinned(start), torch.full((count,), torch.nan).pin_memory()
+        on_device = values.cuda()
         torch.cuda.synchronize()
         torch.cuda._sleep(100_000_000)
-        tensors["grad"].copy_(values, non_blocking=True)
-        done = _step(tensors, staging=AdamStaging(torch.device("cuda", 0), size_bytes=1 << 20))
+        grad.copy_(on_device, non_blocking=True)
+        done = streamed_adam(*states, grad, SCALARS, AdamStaging(GPU, size_bytes=1 << 20))
         assert done is not None
         done.synchronize()
-        _check(tensors, _expected(start), same_bits)
+        check(states, _expected(start, values), same_bits)
 
     def test_pageable_memory_is_refused(self) -> None:
         with pytest.raises(ValueError, match="weight must be in pinned host memory"):
-            _step(_state(torch.bfloat16, torch.bfloat16), staging=AdamStaging(torch.device("cuda", 0)))
+            streamed_adam(*random_states(256, torch.bfloat16), _gradient(256), SCALARS, AdamStaging(GPU))

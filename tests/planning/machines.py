@@ -6,6 +6,7 @@ The profile that ships may be replaced by another machine's, with which the same
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,14 @@ def judge_as_calibrated(patch: pytest.MonkeyPatch) -> None:
     """Let searches make plans for the host as it was calibrated, not for a slower one."""
     predictions = importlib.import_module("protrain.planning.predict")  # the package has a function of the same name
     patch.setattr(predictions, "slower_share", lambda hardware: 1.0)
+
+
+def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:
+    """``hardware`` with a host that updates at ``share`` of its rate."""
+    weights, narrow = hardware.host_adam_weight_gparams, hardware.host_adam_narrow_gparams
+    return replace(
+        hardware,
+        host_adam_gparams=hardware.host_adam_gparams * share,
+        host_adam_weight_gparams=None if weights is None else weights * share,
+        host_adam_narrow_gparams=None if narrow is None else narrow * share,
+    )

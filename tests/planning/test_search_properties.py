@@ -15,6 +15,7 @@ from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.plan import Counts
+from protrain.planning.predict import Models
 from protrain.planning.rates import staging_bytes
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, margin, random_machine, random_profile, tight_case
@@ -60,25 +61,25 @@ def found_for(name: str) -> Plan:
     return search(*CASES[name]())
 
 
-def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> float:
-    """What the search judges ``plan`` by, small shares aside: [Note: what a plan is judged by]."""
-    slower_ms = explain(plan, profile, hardware).slower_ms
-    return slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
+def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, counts: Counts | None = None) -> float:
+    """What the search judges ``plan`` or ``counts`` by, small shares aside: [Note: what a plan is judged by]."""
+    models, counts = Models.of(plan, profile, hardware), counts or plan.counts
+    judged_ms = models.judged_ms(models.modes(counts), counts)
+    return judged_ms * margin(counts, plan.n_chunks, keep_attention=plan.keep_attention)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
     profile, hardware = CASES[name]()
     plan = found_for(name)
-    why = explain(plan, profile, hardware)
-    own_ms = why.slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
+    own_ms = score_ms(plan, profile, hardware)
     n_feasible = 0
-    for change in why.changes:
+    for change in explain(plan, profile, hardware).changes:
         fits = change.device_bytes <= hardware.device_bytes and change.host_bytes <= hardware.host_bytes
         if change.impossible or not fits:
             continue
-        keep = plan.keep_attention ^ (change.knob == "keep_attention")
-        other_ms = change.slower_ms * margin(Counts(*change.counts), plan.n_chunks, keep_attention=keep)
+        other = replace(plan, keep_attention=plan.keep_attention ^ (change.knob == "keep_attention"))
+        other_ms = score_ms(other, profile, hardware, Counts(*change.counts))
         assert other_ms >= own_ms / TIES, f"{change.knob} {change.step:+} of {plan}"
         n_feasible += 1
     assert n_feasible > 0

@@ -23,31 +23,23 @@ class _Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
-def notes_of(model: nn.Module, ids: Tensor, labels: Tensor) -> list[str]:
+IDS = torch.arange(2)
+TOO_LARGE = torch.tensor([3, 10])
+
+
+@pytest.mark.parametrize(
+    ("width", "ids", "labels", "where"),
+    [
+        (4, TOO_LARGE, IDS, "tokens, which is Embedding(10, 4)"),
+        (5, IDS, IDS, "layers.1.0, which is Linear(in_features=5, out_features=4, bias=True)"),
+        (4, IDS, TOO_LARGE, "the model"),
+    ],
+    ids=["an index beyond the rows", "a layer in a block", "the loss"],
+)
+def test_an_error_names_the_module_that_raised_it(width: int, ids: Tensor, labels: Tensor, where: str) -> None:
+    model = _Net()
+    model.layers[1] = nn.Sequential(nn.Linear(width, 4), nn.Tanh())
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises((IndexError, RuntimeError)) as raised:
         protrain.wrap(model, optimizer, example_batch=(ids, labels), device="cpu", progress=False)
-    return raised.value.__notes__
-
-
-def test_an_index_beyond_an_embedding_names_it_and_its_rows() -> None:
-    ids = torch.tensor([3, 10])
-    assert notes_of(_Net(), ids, ids % 10) == [
-        "raised while profiling _Net, in the forward of tokens, which is Embedding(10, 4)"
-    ]
-
-
-def test_an_error_in_a_block_names_the_layer() -> None:
-    model = _Net()
-    model.layers[1] = nn.Sequential(nn.Linear(5, 4), nn.Tanh())
-    notes = notes_of(model, torch.arange(2), torch.arange(2))
-    assert notes == [
-        "raised while profiling _Net, in the forward of layers.1.0, which is "
-        "Linear(in_features=5, out_features=4, bias=True)"
-    ]
-
-
-def test_an_error_of_the_loss_is_one_of_the_model() -> None:
-    assert notes_of(_Net(), torch.arange(2), torch.tensor([3, 10])) == [
-        "raised while profiling _Net, in the forward of the model"
-    ]
+    assert raised.value.__notes__ == [f"raised while profiling _Net, in the forward of {where}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks, graphs_alone
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.operations import AttentionCall, Operations, measured_ms, storage_key
 from protrain.profiler.trace import profile
+from tests.profiler.test_trace import saved_by_block
 
 ROWS, WIDTH = 8, 16
 SIZE = ROWS * WIDTH * 4
@@ -93,49 +94,17 @@ def test_the_meta_device_knows_what_compiled_blocks_save(
     compile_blocks(blocks, on_meta=True)
     found = profile(model, batch, device="meta", dtype=torch.float32)
     assert (plain.compiled, found.compiled) == (False, True)
-    truth = saved_by_block(model, batch)
-    assert [block.saved_bytes for block in found.blocks] == truth
+    torch._dynamo.reset()
+    for block in blocks:
+        vars(block).pop("forward", None)
+    truth = saved_by_block(model, batch, compiled=partial(torch.compile, backend=graphs_alone()))
+    assert {block.name: block.saved_bytes for block in found.blocks} == truth
     for block, eager in zip(found.blocks, plain.blocks, strict=True):
         assert block.saved_bytes <= eager.saved_bytes
         assert block.forward_traffic_bytes < eager.forward_traffic_bytes
         assert (block.forward_flops, block.attention_bytes) == (eager.forward_flops, eager.attention_bytes)
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != "protrain.profiler.meta_device"
     torch._dynamo.reset()
-
-
-def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
-    """What autograd saves of each block on the CPU with the same graphs, without inputs and weights."""
-    torch._dynamo.reset()
-    found: list[int] = []
-    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-
-    def measured(block: nn.Module) -> None:
-        compiled = torch.compile(type(block).forward.__get__(block), backend=graphs_alone())
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            saved: dict[int, int] = {}
-            given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
-
-            def pack(tensor: Tensor) -> Tensor:
-                if tensor.untyped_storage().data_ptr() not in weights | given:
-                    saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-                kept.append(tensor)
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                output = compiled(*args, **kwargs)
-            found.append(sum(saved.values()))
-            return output
-
-        vars(block)["forward"] = forward
-
-    kept: list[Tensor] = []
-    for path in find_blocks(model):
-        vars(model.get_submodule(path)).pop("forward", None)
-        measured(model.get_submodule(path))
-    model.train()
-    model(**batch)
-    return found
 
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -153,31 +154,28 @@ def test_a_view_of_a_weight_is_a_use_of_it(view: str) -> None:
 
 
 _INDICES, _VALUES = torch.arange(8), torch.ones(8)
-_SPARSE = {
-    torch.sparse_coo: lambda: torch.sparse_coo_tensor(torch.stack([_INDICES, _INDICES]), _VALUES * 1, (8, 8)),
-    torch.sparse_csr: lambda: torch.sparse_csr_tensor(torch.arange(9), _INDICES * 1, _VALUES * 1, (8, 8)),
-    torch.sparse_csc: lambda: torch.sparse_csc_tensor(torch.arange(9), _INDICES * 1, _VALUES * 1, (8, 8)),
-    torch.sparse_bsr: lambda: torch.sparse_bsr_tensor(torch.arange(5), torch.arange(4), torch.ones(4, 2, 2), (8, 8)),
-}
 
 
 @pytest.mark.parametrize(
-    ("layout", "size_bytes"),
+    ("make", "size_bytes"),
     [
-        (torch.sparse_coo, 8 * 4 + 2 * 8 * 8),
-        (torch.sparse_csr, 8 * 4 + (9 + 8) * 8),
-        (torch.sparse_csc, 8 * 4 + (9 + 8) * 8),
-        (torch.sparse_bsr, 4 * 4 * 4 + (5 + 4) * 8),
+        (lambda: torch.sparse_coo_tensor(torch.stack([_INDICES, _INDICES]), _VALUES * 1, (8, 8)), 8 * 4 + 2 * 8 * 8),
+        (lambda: torch.sparse_csr_tensor(torch.arange(9), _INDICES * 1, _VALUES * 1, (8, 8)), 8 * 4 + (9 + 8) * 8),
+        (lambda: torch.sparse_csc_tensor(torch.arange(9), _INDICES * 1, _VALUES * 1, (8, 8)), 8 * 4 + (9 + 8) * 8),
+        (
+            lambda: torch.sparse_bsr_tensor(torch.arange(5), torch.arange(4), torch.ones(4, 2, 2), (8, 8)),
+            4 * 4 * 4 + (5 + 4) * 8,
+        ),
     ],
-    ids=str,
+    ids=["coo", "csr", "csc", "bsr"],
 )
-def test_sparse_tensors_are_counted_by_their_parts(layout: torch.layout, size_bytes: int) -> None:
+def test_sparse_tensors_are_counted_by_their_parts(make: Callable[[], Tensor], size_bytes: int) -> None:
     with StorageMeter() as meter:
-        made = _SPARSE[layout]()
+        made = make()
         assert meter.alive_bytes == size_bytes
         del made
         assert meter.alive_bytes == 0
-    given = _SPARSE[layout]()
+    given = make()
     with StorageMeter() as meter:
         meter.count([given])
         assert meter.alive_bytes == size_bytes

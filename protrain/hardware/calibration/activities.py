@@ -2,7 +2,8 @@
 
 Tensors have random values, and lie in host memory as the engine maps it or on the device. Zeros would cost less power
 and let the device clock higher. AdamW has the split master, on the host, on the device, and by the device on host
-memory. On a CPU both sides of a copy are host memory.
+memory. On a CPU both sides of a copy are host memory. Collectives go by the calls and through the communicators that
+training uses: ranks gather the weights of a chunk, and exchange its gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from protrain.common.host_memory import HostMapping, register
-from protrain.hardware.calibration.timing import Effort, batch_s
+from protrain.distributed.ranks import Ranks
+from protrain.hardware.calibration.timing import Effort, run_s
 from protrain_kernels import PADDING, AdamStaging, adam, adam_scalars, flatten, padded, streamed_adam, tiles
 
 CPU = torch.device("cpu")
@@ -28,9 +30,9 @@ _LEAST_WIDTH = 256
 _PRODUCTS_IN_UNIT = 4
 _KERNELS_IN_UNIT = 16  # of kernels that take less than a millisecond each
 ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
-_ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
+_COLLECTIVES = "the timing of collectives"
 _RANDOM_BLOCK = 1 << 20  # elements that repeat, because drawing gigabytes of random numbers takes longer than measuring
 
 Run = Callable[[], object]  # does some work, or queues it on the current stream of a GPU
@@ -124,7 +126,7 @@ def largest_product(device: torch.device, effort: Effort) -> tuple[Run, int]:
     while True:
         run = product(device, width)
         run()  # loads the kernel
-        if width <= _LEAST_WIDTH or batch_s(run, device, 1) <= _LONGEST_PRODUCT_S:
+        if width <= _LEAST_WIDTH or run_s(run, device) <= _LONGEST_PRODUCT_S:
             return run, width
         width //= 2
 
@@ -177,6 +179,46 @@ class Transfers:
         return {"h2d": on_device(self.up, amount, self.device), "d2h": on_device(self.down, amount, self.device)}
 
 
+class Collectives:
+    """A tensor that ranks gather and exchange. All of them must use it in the same way.
+
+    Args:
+        ranks: several, which use the device.
+        device: of this rank.
+        size_bytes: the size of the whole tensor, of which each rank has a part.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, size_bytes: int) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._part_bytes = size_bytes // ranks.size
+        self._whole = random_tensor(self._part_bytes * ranks.size, torch.uint8, device)
+        self._received = torch.empty_like(self._whole)
+
+    def gather(self) -> None:
+        """Queue a gather of the tensor."""
+        self._ranks.gather(self._whole, _COLLECTIVES)
+
+    def exchange(self) -> None:
+        """Queue an exchange of the tensor of each rank, of which the other ranks get their parts."""
+        counts = [self._part_bytes] * self._ranks.size
+        self._ranks.exchange(self._received, self._whole, counts, _COLLECTIVES)
+
+    def both(self) -> None:
+        """Queue a gather and an exchange."""
+        self.gather()
+        self.exchange()
+
+    def activities(self) -> dict[str, Activity]:
+        """Each alone, in 1e9 bytes that a rank receives from others or sends to them, and both in turn."""
+        moved = (self._whole.nbytes - self._part_bytes) / 1e9
+        return {
+            "gather": on_device(self.gather, moved, self._device),
+            "exchange": on_device(self.exchange, moved, self._device),
+            "collective": on_device(self.both, 2 * moved, self._device),
+        }
+
+
 class AdamChunk(NamedTuple):
     """A chunk of model states with the split master, and its gradient; random, so that no step meets special values."""
 
@@ -213,23 +255,6 @@ class AdamChunk(NamedTuple):
     def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
         """Write the weight that a step in host memory would leave to ``new_weight``, and nothing else."""
         adam(*self, _STEP, threads=threads, out=new_weight)
-
-
-def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
-    """The numbers of threads to try: powers of two, as many as there are cores that are not ``taken``, and one fewer.
-
-    More are not tried. Of 16 threads on 15 free cores one would wait until the owner of the 16th core has used up its
-    time slice, and the other threads would wait for that one.
-    """
-    free = max(1, cores - taken)
-    powers = {1 << bit for bit in range(free.bit_length())}
-    return sorted(powers | {free, max(1, free - 1)})
-
-
-def best_threads(rates: dict[int, float]) -> int:
-    """The fewest threads that reach 97% of the best rate, by the rate of each number of threads."""
-    best = max(rates.values())
-    return min(count for count, rate in rates.items() if rate >= _ENOUGH * best)
 
 
 def portions_of(chunks: Sequence[AdamChunk]) -> list[list[AdamChunk]]:

@@ -5,25 +5,31 @@ the measurement. What an activity completes in that time is its rate. Its share 
 best rate that it had anywhere.
 
 Collectives wait for those of the other ranks, whose measurements end at other moments. So all ranks do a number of them
-that they have agreed on, which takes longer than the measurement.
+that they have agreed on, which takes longer than the measurement. In a step all ranks wait for the slowest, so the
+least of each rate and of each share over the ranks counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import harmonic_mean, median
 
 import numpy as np
 
+from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration.activities import Activity
 from protrain.hardware.profile import Contention
 
-LEAST_UNITS = 4
+_LEAST_UNITS = 4
 _SLICES = 8  # a measurement has so many slices, since a stall of the machine falls into one of them
+_COLLECTIVES = "gather", "exchange", "collective"
+_MARGIN = 1.5  # so much longer than a measurement collectives go on, as others should not run alone at its end
 
 # The rate of an activity alone, by the name of the profile's field.
 _RATES = {
@@ -38,6 +44,8 @@ _RATES = {
     "device_adam": "device_adam_gparams",
     "flatten": "flatten_gbps",
     "streamed_adam": "streamed_adam_gparams",
+    "gather": "all_gather_gbps",
+    "exchange": "all_to_all_gbps",
 }
 # What a step runs at the same time, in the pairs that the planner reads.
 _GROUPS = (
@@ -59,6 +67,32 @@ Runs = Mapping[Group, Sequence[Mapping[str, Sequence[float]]]]  # what ``rates_t
 def groups_of(names: Sequence[str]) -> list[Group]:
     """The groups that are measured of activities with ``names``: each alone, then those that run together."""
     return [*((name,) for name in names), *(group for group in _GROUPS if set(group) <= set(names))]
+
+
+def rates_on_ranks(
+    ranks: Ranks, activities: Mapping[str, Activity], what: str, *, duration_s: float
+) -> dict[str, list[float]]:
+    """``rates_together`` on all ranks, which start at the same time and do equally many collectives.
+
+    ``what`` says in the errors of other ranks what is measured.
+    """
+    own_s = {name: _unit_s(activity) for name, activity in activities.items() if name in _COLLECTIVES}
+    of_ranks = ranks.all_values(own_s, what)
+    counts = {
+        name: max(_LEAST_UNITS, math.ceil(_MARGIN * duration_s / max(each[name] for each in of_ranks)))
+        for name in own_s
+    }
+    return rates_together(activities, duration_s=duration_s, counts=counts)
+
+
+def _unit_s(activity: Activity) -> float:
+    """Seconds of one unit, when several follow each other. The first of them may load a kernel."""
+    activity.unit()
+    activity.unit()
+    begin = time.perf_counter()
+    for _ in range(_LEAST_UNITS):
+        activity.unit()
+    return (time.perf_counter() - begin) / _LEAST_UNITS
 
 
 def rates_together(
@@ -101,7 +135,7 @@ def rates_together(
             barrier.wait()
         begin = time.perf_counter()
         while not stop.wait(duration_s / _SLICES):
-            if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) > LEAST_UNITS:
+            if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) > _LEAST_UNITS:
                 stop.set()
         end = time.perf_counter()
     finally:  # after an interrupt too: the memory that they copy is unpinned next, and a copy would fail on it
@@ -126,19 +160,19 @@ def _rates(amount: float, stamps: Sequence[float]) -> list[float]:
     return [step * amount / (stamps[first + step] - stamps[first]) for first in range(0, units - step + 1, step)]
 
 
-def alone(activity: Activity, *, duration_s: float) -> float:
-    """What ``activity`` does a second with nothing beside it."""
-    return median(rates_together({"it": activity}, duration_s=duration_s)["it"])
+def rates_alone(runs: Runs) -> dict[str, float]:
+    """The rates of activities alone, by field. Of several rounds the best counts, as other work only slows down."""
+    return {field: max(median(run[name]) for run in runs[name,]) for name, field in _RATES.items() if (name,) in runs}
 
 
 def rates_of(runs: Runs) -> dict[str, float]:
-    """The rates of a profile, by field. Of several rounds the best counts, as other work only slows a machine down.
+    """The rates of a profile, by field.
 
     The rates of the host's AdamW are all work over all time. In a step the host updates dozens of chunks, and the step
     takes as long as all of them together. Where a third of them take half as long again, as on a host with neighbours,
     the median does not show it.
     """
-    rates = {field: max(median(run[name]) for run in runs[name,]) for name, field in _RATES.items() if (name,) in runs}
+    rates = rates_alone(runs)
     rates["bidirectional_gbps"] = max(sum(map(median, run.values())) for run in runs["h2d", "d2h"])
     for name in ("host_adam", "host_adam_weight", "host_adam_narrow"):
         samples = [rate for run in runs[name,] for rate in run[name]]
@@ -164,3 +198,16 @@ def shares_of(runs: Runs) -> list[Contention]:
         if len(group) > 1
     }
     return [Contention(activities=group, shares=each) for group, each in shares.items()]
+
+
+def slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The least of every rate over the ranks, which have measured the same rates."""
+    return {name: min(rates[name] for rates in of_ranks) for name in of_ranks[0]}
+
+
+def most_contended(of_ranks: Sequence[Sequence[Contention]]) -> list[Contention]:
+    """The least of every share over the ranks, which have measured the same groups."""
+    return [
+        replace(each[0], shares=tuple(map(min, zip(*(group.shares for group in each), strict=True))))
+        for each in zip(*of_ranks, strict=True)
+    ]

@@ -42,7 +42,7 @@ def report(profile: HardwareProfile) -> str:
             f"{profile.name}{driver}, torch {profile.torch_version}{processes}",
             f"{profile.processor}, {profile.cpu_threads} cores; usable memory: {format_bytes(profile.device_bytes)} on "
             f"the device, {format_bytes(profile.host_bytes)} on the host",
-            f"AdamW on the host is best with {threads}\n",
+            f"AdamW on the host has {threads}\n",
             aligned(rows),
             *(["", aligned(groups)] if profile.contention else []),
             *([""] if profile.warnings else []),

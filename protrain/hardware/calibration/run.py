@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,23 +19,20 @@ from protrain.hardware.calibration.activities import (
     CPU,
     Activity,
     AdamChunk,
+    Collectives,
     Work,
-    best_threads,
-    on_device,
     pinned,
-    thread_counts,
 )
 from protrain.hardware.calibration.contention import (
-    LEAST_UNITS,
     Group,
     Runs,
-    alone,
     groups_of,
+    most_contended,
     rates_of,
-    rates_together,
+    rates_on_ranks,
     shares_of,
+    slowest,
 )
-from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.report import (
     NOT_PINNED,
     clock_warnings,
@@ -44,7 +42,7 @@ from protrain.hardware.calibration.report import (
 )
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
 from protrain.hardware.detection import assume
-from protrain.hardware.memory import usable_cores
+from protrain.hardware.memory import update_threads, usable_cores
 from protrain.hardware.nvml import gpu_facts
 from protrain.hardware.profile import HardwareProfile
 
@@ -52,8 +50,9 @@ Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
 _ROUNDS = 2  # over all groups
 # Seconds in a calibration of FULL_SECONDS: of a number of threads, of a group in all rounds, of one whose rates vary
-# because the host updates in it, of the two activities on which plans depend most, and of collectives.
-_THREADS_S, _GROUP_S, _HOST_GROUP_S, _LONG_S, _COLLECTIVES_S = 0.4, 0.5, 0.9, 2.0, 1.2
+# because the host updates in it, and of the two activities on which plans depend most.
+_THREADS_S, _GROUP_S, _HOST_GROUP_S, _LONG_S = 1.0, 0.5, 0.9, 2.0
+_GAIN = 1.03  # of the host's AdamW, for which it takes one core more from others
 _LONG = ("matmul",), ("host_adam",)
 _OPTIONAL = "streamed_adam_gparams", "all_gather_gbps", "all_to_all_gbps"  # not measured on every machine
 
@@ -97,16 +96,16 @@ def calibrate(
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        threads = max(1, usable_cores() // ranks.on_node)
+        cores = max(1, usable_cores() // ranks.on_node)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(threads)
+        torch.set_num_threads(cores)
         effort = Effort(
             seconds=seconds,
             host_room_bytes=base.host_bytes // ranks.on_node,
             device_room_bytes=base.device_bytes,
         )
         warnings = machine_warnings(effort, names)
-        measured = Calibration(target, effort, ranks, threads=threads, progress=progress).run(warnings)
+        measured = Calibration(target, effort, ranks, cores=cores, progress=progress).run(warnings)
         profile = replace(base, source="measured", composed=(), **vars(machine), **measured)
         # One process of every host stores it, as hosts may not share a home, and one for each kind of GPU there.
         if save and machine.name not in names[ranks.rank - local_rank() : ranks.rank]:
@@ -119,46 +118,45 @@ class Calibration:
     """One run over everything, a stage at a time."""
 
     def __init__(
-        self, device: torch.device, effort: Effort, ranks: Ranks, *, threads: int, progress: Progress | None
+        self, device: torch.device, effort: Effort, ranks: Ranks, *, cores: int, progress: Progress | None
     ) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._effort = effort
         self._ranks = ranks
-        self._thread_counts = thread_counts(threads, taken=int(self._on_gpu))  # one_core_taken takes the one core
+        self._cores = cores
         self._progress = progress or (lambda _what, _done: None)
 
-    @contextlib.contextmanager
-    def _stage(self, what: str, full_s: float, *, done: float = 0.0) -> Iterator[float]:
-        """A stage that takes ``full_s`` in a full calibration. Yields the seconds that it has in this one.
+    def _rates(
+        self, what: str, activities: Mapping[str, Activity], full_s: float, *, done: float = 0.0
+    ) -> dict[str, list[float]]:
+        """The rates of ``activities`` together, in a stage that takes ``full_s`` in a full calibration.
 
         ``done`` is the share of the work that is done before.
         """
         self._progress(what, done)
-        self._ranks.all_values(None, f"the calibration of {what}")  # so that all start together
-        yield full_s * self._effort.time
+        # In a step on a GPU the launching thread takes a core. On a CPU that thread does the updates itself. The
+        # bandwidth of the host's memory is measured with all cores.
+        with one_core_taken(wanted=self._on_gpu and "dram" not in activities):
+            return rates_on_ranks(
+                self._ranks, activities, f"the calibration of {what}", duration_s=full_s * self._effort.time
+            )
 
     def run(self, warnings: list[str]) -> dict[str, Any]:
         """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
         effort, ranks = self._effort, self._ranks
         chunks = [AdamChunk.on(CPU, effort.adam_elements) for _ in range(effort.host_chunks)]
-        threads = self._best_threads(chunks[0])
+        threads = self._threads(chunks[0])
         work = Work(self._device, effort, chunks, threads=threads)
-        collectives = None
         if ranks.several:
             ranks.use(self._device)
-            collectives = Collectives(ranks, self._device, effort.transfer_bytes)
-            work.activities["collective"] = on_device(collectives.both, 1.0, self._device)
+            work.activities |= Collectives(ranks, self._device, effort.transfer_bytes).activities()
         with pinned(*work.pinned, device=self._device) as accepted:
             warnings = [*warnings, *self._card_warnings(work), *([] if accepted else [NOT_PINNED])]
             if not all(ranks.all_values(accepted, "whether memory can be pinned")):
                 del work.activities["streamed_adam"]
-            runs = self._runs(work.activities, collectives)
-        rates = rates_of(runs)
-        if collectives is not None:
-            with self._stage("collectives", _COLLECTIVES_S, done=1.0) as seconds:
-                rates |= collectives.gbps(effort.transfer_bytes, budget_s=seconds)
-        found = ranks.all_values((rates, shares_of(runs), warnings), "what was measured")
+            runs = self._runs(work.activities)
+        found = ranks.all_values((rates_of(runs), shares_of(runs), warnings), "what was measured")
         of_ranks, groups, lines = zip(*found, strict=True)
         self._progress("done", 1.0)
         return {
@@ -169,22 +167,21 @@ class Calibration:
             "warnings": tuple(warnings_of_all(lines)),
         }
 
-    def _best_threads(self, chunk: AdamChunk) -> int:
-        """The best number of threads for the host's AdamW on all ranks."""
-        rates = []
-        for count in self._thread_counts:
-            update = Activity(partial(chunk.update, count), chunk.elements / 1e9)
-            with self._stage(f"AdamW on the host, threads: {count}", _THREADS_S) as seconds, self._core_taken():
-                rates.append(alone(update, duration_s=seconds))
-        of_ranks = self._ranks.all_values(rates, "AdamW by number of threads")
-        return best_threads(dict(zip(self._thread_counts, map(min, *of_ranks, rates), strict=True)))
+    def _threads(self, chunk: AdamChunk) -> int:
+        """The threads of the host's AdamW: beside a GPU as many as usual, or one more where that gains on all ranks.
 
-    def _core_taken(self, group: Group = ()) -> contextlib.AbstractContextManager[None]:
-        """In a step on a GPU the launching thread takes a core. On a CPU that thread does the updates itself.
-
-        The bandwidth of the host's memory is measured with all cores.
+        Of all numbers of threads, every calibration that is recorded found one of these two best.
         """
-        return one_core_taken(wanted=self._on_gpu and group != ("dram",))
+        usual = update_threads(self._cores, beside_gpu=self._on_gpu)
+        if not self._on_gpu:
+            return usual
+        rates = []
+        for count in (usual, usual + 1):
+            update = Activity(partial(chunk.update, count), chunk.elements / 1e9)
+            found = self._rates(f"AdamW on the host, threads: {count}", {"host_adam": update}, _THREADS_S)
+            rates.append(median(found["host_adam"]))
+        of_ranks = self._ranks.all_values(rates, "AdamW by number of threads")
+        return usual + 1 if all(more > _GAIN * less for less, more in of_ranks) else usual
 
     def _card_warnings(self, work: Work) -> list[str]:
         """Warns of the card under load, which it gets warm by as well."""
@@ -196,17 +193,14 @@ class Calibration:
             torch.cuda.synchronize(self._device)  # nothing of that may run beside what is measured next
         return warnings
 
-    def _runs(self, activities: Mapping[str, Activity], collectives: Collectives | None) -> Runs:
+    def _runs(self, activities: Mapping[str, Activity]) -> Runs:
         """The rates of all groups, in several rounds."""
         runs: dict[Group, list[dict[str, list[float]]]] = {}
         groups = groups_of([*activities]) * _ROUNDS
         for at, group in enumerate(groups):
             of_host = any(name.startswith("host_adam") for name in group)
             full_s = (_LONG_S if group in _LONG else _HOST_GROUP_S if of_host else _GROUP_S) / _ROUNDS
-            with self._stage(" + ".join(group), full_s, done=at / len(groups)) as seconds, self._core_taken(group):
-                counts = {}
-                if collectives is not None and "collective" in group:
-                    counts["collective"] = max(LEAST_UNITS, collectives.units_in(seconds))
-                found = rates_together({name: activities[name] for name in group}, duration_s=seconds, counts=counts)
-                runs.setdefault(group, []).append(found)
+            together = {name: activities[name] for name in group}
+            found = self._rates(" + ".join(group), together, full_s, done=at / len(groups))
+            runs.setdefault(group, []).append(found)
         return runs

@@ -1,4 +1,4 @@
-"""How long calibration takes, how much memory it uses, and how it times a batch of work."""
+"""How long calibration takes, how much memory it uses, and how it times a run."""
 
 from __future__ import annotations
 
@@ -71,26 +71,24 @@ class Effort:
         return max(1, int(_TRANSFER_MIB * self.size)) * MIB
 
 
-def batch_s(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Seconds of one run, by the clock of ``device``, when ``runs`` runs follow each other."""
+def run_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run, by the clock of ``device``."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(runs):
-            run()
+        run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / runs
+        return start.elapsed_time(end) / 1e3
     begin = time.perf_counter()
-    for _ in range(runs):
-        run()
-    return (time.perf_counter() - begin) / runs
+    run()
+    return time.perf_counter() - begin
 
 
 def load(run: Callable[[], object], device: torch.device, seconds: float) -> None:
     """Queue about ``seconds`` of ``run`` on a GPU, without waiting for it. On a CPU nothing is run."""
     if device.type == "cuda":
-        for _ in range(int(seconds / max(batch_s(run, device, 1), 1e-6))):
+        for _ in range(int(seconds / max(run_s(run, device), 1e-6))):
             run()
 
 
