@@ -155,6 +155,7 @@ class Steps:
         self.updates = cache(self._updates_under)
         self.costs = cache(self._costs_under)
         self.fetched = cache(self._fetched_under)
+        self._collectives_ms = cache(self._collectives_under)
         self.sharing = cache(self._sharing_under)
         self.shares = cache(self._shares_under)
 
@@ -166,11 +167,15 @@ class Steps:
     def gpu_ms(self, modes: Modes, counts: Counts) -> float:
         """How long the GPU is busy with what it does in any case. No step is shorter."""
         more_ms = [costs.pack_ms + costs.recompute_ms for costs in self.costs(modes)]
-        _, gathers = self.fetched(counts.n_persist, counts.n_buffer, only_adds=False)
-        gathers_ms = sum(self.gather_ms[chunk] for chunk, _ in chain.from_iterable(gathers))
-        beside_ms = self.lost_to_collectives * (gathers_ms + sum(self._reduce_ms.values()))
+        beside_ms = self.lost_to_collectives * self._collectives_ms(counts.n_persist, counts.n_buffer)
         updates_ms = sum(self._device_update_ms[: counts.n_persist])
         return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + beside_ms + updates_ms
+
+    def _collectives_under(self, n_persist: int, n_buffer: int) -> float:
+        """How long all collectives of a forward and backward take."""
+        _, gathers = self.fetched(n_persist, n_buffer, only_adds=False)
+        gathers_ms = sum(self.gather_ms[chunk] for chunk, _ in chain.from_iterable(gathers))
+        return gathers_ms + sum(self._reduce_ms.values())
 
     def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
