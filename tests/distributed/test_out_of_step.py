@@ -52,8 +52,9 @@ def wrapped(*, depth: int = 3, fails: str = "", **options: Any) -> tuple[nn.Modu
     """A model whose second block ``fails`` in forward or backward."""
     model = residual.make(width=16, depth=depth)
     vars(model.get_submodule("blocks.1"))["fails"] = fails
-    usual = {"example_batch": residual.batches(1)[0], "device": "cpu", "device_memory": "4GiB", "progress": False}
-    return protrain.wrap(model, adamw(model), **(usual | options))
+    usual = {"example_batch": residual.batches(1)[0], "device": "cpu", "progress": False} | options
+    memory = "64MiB" if usual["device"] == "cpu" else "4GiB"  # NCCL takes more than 1 GiB of a GPU
+    return protrain.wrap(model, adamw(model), **({"device_memory": memory} | usual))
 
 
 def step(model: nn.Module, optimizer: ProTrainOptimizer, device: str = "cpu") -> None:
