@@ -39,28 +39,20 @@ def test_pretraining_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    first, *_, last = losses(run("trainer", tmp_path, "--steps", "20", "--device-memory", "8MiB"))
-    assert last < 0.9 * first
-    assert (tmp_path / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_a_trainer_of_a_model_that_never_exists_whole(tmp_path: Path) -> None:
-    """From the folder of another training, with a tokenizer beside its weights."""
+    """Then one of a model that never exists whole, from that folder, with a tokenizer beside its weights."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    run("trainer", tmp_path / "model", "--steps", "10")
     words = pytest.importorskip("tokenizers")
+    model, text = tmp_path / "model", tmp_path / "text"
+    first, *_, last = losses(run("trainer", model, "--steps", "20", "--device-memory", "8MiB"))
+    assert last < 0.9 * first
     tokenizer = words.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(["1 + 2 = 3"], vocab_size=256)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(tmp_path / "model")
-    (tmp_path / "text").write_text("12 + 30 = 42\n" * 200)
-    trainer = run(
-        "trainer", tmp_path / "longer", *f"--steps 10 --model {tmp_path / 'model'} --text {tmp_path / 'text'}".split()
-    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(model)
+    text.write_text("12 + 30 = 42\n" * 200)
+    trainer = run("trainer", tmp_path / "longer", "--steps", "10", "--model", str(model), "--text", str(text))
     assert losses(trainer)[0] < 6
+    assert (tmp_path / "longer/model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--gpus must be a power of two: the mean over another number of GPUs is not exact")
     try:
         task = Task(**sizes_of(args, _SIZES), host_memory=args.host_memory, clip_norm=args.clip)
-    except ValueError as error:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     memories = (None,) if task.device_memory is None else (None, task.device_memory)
     numbers = [1 << power for power in range(task.gpus.bit_length())]

@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     failed: list[str] = []
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out: {error}")
     if args.read is not None:
         try:
             results = Results.load(args.read / _file(args) if args.read.is_dir() else args.read)

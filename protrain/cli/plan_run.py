@@ -160,9 +160,8 @@ class _Asked:
         """What ``make`` answers. It is kept for a machine that is elsewhere, as the free memory of this one changes."""
         if not self._elsewhere:
             return make()
-        asked = {name: getattr(self.args, name) for name in _ASKED}
-        description = {"what": what, "asked": asked, "step": self.step.description(), "on": self.hardware.to_dict()}
-        return kept("answers", Answer, key_of(description), make)
+        facts = [what, *(getattr(self.args, name) for name in _ASKED), self.step.description(), self.hardware.to_dict()]
+        return kept("answers", Answer, key_of(facts), make)
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:

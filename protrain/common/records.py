@@ -46,8 +46,7 @@ class Record:
             if field.name not in data and field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{cls.__name__} lacks the field {field.name!r}")
         hints = _hints(cls)
-        values = {name: _typed(hints[name], value, f"{cls.__name__}.{name}") for name, value in data.items()}
-        return cls(**values)
+        return cls(**{name: _typed(hints[name], value, f"{cls.__name__}.{name}") for name, value in data.items()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -89,7 +88,6 @@ class Record:
         return aligned(self.rows(), WIDTH)
 
 
-_BEYOND = 2**63  # the planner computes with 64-bit integers
 _hints: Any = functools.cache(get_type_hints)  # which take longer than the rest of reading a record
 
 
@@ -105,19 +103,17 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where} must be {'a list' if origin is tuple else 'an object'}, not {value!r}")
     if hint is Any:
         return value
-    if isinstance(hint, type) and issubclass(hint, Record):
+    if issubclass(hint, Record):
         return hint.from_dict(value)
-    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        try:
-            return hint(value)
-        except ValueError:
-            known = ", ".join(hint)
-            raise ValueError(f"{where} must be one of {known}, not {value!r}") from None
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if issubclass(hint, enum.StrEnum):
+        if value not in [*hint]:
+            raise ValueError(f"{where} must be one of {', '.join(hint)}, not {value!r}")
+        return hint(value)
+    if hint is float and type(value) is int:
         value = float(value)
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+    if type(value) is not hint:  # a bool is no int
         raise ValueError(f"{where} must be {hint.__name__}, not {value!r}")
-    if isinstance(value, int | float) and not abs(value) < _BEYOND:  # nor is NaN
+    if hint in (int, float) and not abs(value) < 2**63:  # the planner computes with 64-bit integers; NaN is refused too
         raise ValueError(f"{where} must be a finite number less than 2**63, not {value!r}")
     return value
 

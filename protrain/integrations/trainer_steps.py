@@ -126,20 +126,20 @@ def _shifts_labels(model: Any) -> bool:
 
 
 class KeyedBatches:
-    """A batch sampler that seeds torch's CPU generator before each of ``batches``. Otherwise it is as that is."""
+    """A batch sampler that seeds torch's CPU generator before each batch. Otherwise it is as ``batch_sampler`` is."""
 
-    def __init__(self, batches: Any, trainer: TrainerSteps) -> None:
-        self.batches, self._trainer = batches, trainer
+    def __init__(self, batch_sampler: Any, trainer: TrainerSteps) -> None:
+        self.batch_sampler, self._trainer = batch_sampler, trainer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "batches"), name)
+        return getattr(object.__getattribute__(self, "batch_sampler"), name)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
         trainer, epoch = self._trainer, int(self._trainer.state.epoch or 0)
-        for number, batch in enumerate(self.batches):
+        for number, batch in enumerate(self.batch_sampler):
             trainer._random_state = torch.get_rng_state()
             # The last number tells these seeds from those of forwards.
             torch.default_generator.manual_seed(trainer._seed_of(epoch, number, 1))

@@ -35,7 +35,7 @@ from protrain.integrations.accelerate import (
 )
 from protrain.integrations.longest import generate_longest, longest_row
 from protrain.integrations.trainer_saves import TrainerSaves
-from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
+from protrain.integrations.trainer_steps import TrainerSteps
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
@@ -44,11 +44,7 @@ _PROMPTS = 1000  # of which the plan is made for the longest one
 
 
 class _Called(Exception):
-    """The model was called, which is all that is wanted of the loss."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.call = args, kwargs
+    """The model was called, with the positional and the named arguments that the exception holds."""
 
 
 class ProTrainMixin(TrainerSteps, TrainerSaves):
@@ -201,8 +197,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
         Trainers count and record what they prepare and compute, and the batch that is planned for is not trained on.
         """
         twin = copy.copy(self)
-        for name, value in vars(self).items():
-            setattr(twin, name, _apart(value))
+        twin.__dict__.update({name: _apart(value) for name, value in vars(self).items()})
         twin.state = copy.copy(self.state)
         if hasattr(self, "reward_funcs"):  # TRL's, whose functions are the user's
             twin.reward_funcs = [each if isinstance(each, nn.Module) else _no_reward for each in self.reward_funcs]
@@ -240,7 +235,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
                     'not known: pass protrain={"example_batch": batch}, arguments of the model itself that are as long '
                     "as the longest rows, such as input_ids, attention_mask and labels"
                 ) from None
-            return batches.of_call(whole, *called.call)
+            return batches.of_call(whole, *called.args)
         finally:
             hook.remove()
             for each, own in generating.items():
@@ -332,8 +327,7 @@ def _refuse_losses_of_liger(trainer: Any) -> None:
 def _packs(loader: Any) -> bool:
     """Whether a batch sampler of its own gives the collator lists of rows, of which that makes one row (axolotl)."""
     sampler: Any = getattr(loader, "batch_sampler", None)
-    sampler = sampler.batches if isinstance(sampler, KeyedBatches) else sampler
-    while hasattr(sampler, "batch_sampler"):  # what Accelerate has put around it
+    while hasattr(sampler, "batch_sampler"):  # what Accelerate and ProTrain have put around it
         sampler = sampler.batch_sampler
     if sampler is None or type(sampler) is BatchSampler:
         return False

@@ -74,7 +74,6 @@ class RuntimeModel:
         self.steps = Steps(memory)
         # The forwards and backwards before the last one of a step: see [Note: several batches].
         self._n_before = memory.profile.accumulation - 1
-        self._adding = Steps(memory, only_adds=True) if self._n_before else None
         self._before_ms = cache(self._before_ms_of)
 
     def step_ms(self, modes: Modes, counts: Counts, *, host_share: float = 1.0, limit_ms: float = inf) -> float:
@@ -89,7 +88,7 @@ class RuntimeModel:
         return before_ms + Run(self.steps, modes, counts, host_share).step_ms
 
     def _before_ms_of(self, modes: Modes, counts: Counts) -> float:
-        return self._n_before * Run(self._adding, modes, counts).step_ms if self._adding else 0.0
+        return self._n_before * Run(self.steps, modes, counts, only_adds=True).step_ms if self._n_before else 0.0
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""

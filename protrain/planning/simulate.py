@@ -73,17 +73,20 @@ class Run:
         modes: of the blocks.
         counts: the integers of the plan.
         host_share: the host's rate of updates, as a share of the calibrated one.
+        only_adds: no updates follow the forward and backward, whose gradients are only added to sums.
     """
 
-    def __init__(self, steps: Steps, modes: Modes, counts: Counts, host_share: float = 1.0) -> None:
+    def __init__(
+        self, steps: Steps, modes: Modes, counts: Counts, host_share: float = 1.0, *, only_adds: bool = False
+    ) -> None:
         self._steps, self._counts = steps, counts
         self.tasks: list[Task] = [(GPU, 0.0, (), BEGIN, "", "")]
         n_chunks, costs = len(steps.upload_ms), steps.costs(modes)
         self._costs = costs
         self._visits = list(
             zip(
-                steps.visits(counts.n_persist, counts.n_device_sum),
-                *steps.fetched(counts.n_persist, counts.n_buffer),
+                steps.visits(counts.n_persist, counts.n_device_sum, only_adds=only_adds),
+                *steps.fetched(counts.n_persist, counts.n_buffer, only_adds=only_adds),
                 strict=True,
             )
         )
@@ -99,7 +102,7 @@ class Run:
         self._swapped_out = [BEGIN] * len(costs)  # by unit: after it the activations are in host memory
         self._beside_ms = 0.0  # collectives that the next visit computes beside
         # The GPU updates persistent chunks, and the host the others. By gradient: the update that it waits for.
-        self._by_gpu, by_host = steps.updates(counts.n_persist, counts.n_device_sum, host_share)
+        self._by_gpu, by_host = steps.updates(counts.n_persist, counts.n_device_sum, host_share, only_adds=only_adds)
         update_ms = dict(by_host)
         awaited = steps.handed_on(modes, counts.n_persist)
         self._awaited = {number: (chunk, update_ms.pop(chunk)) for number, chunk in awaited}

@@ -78,17 +78,14 @@ class Visit:
 class Steps:
     """What steps do under every plan, for the model, layout and machine of ``memory``. Times are at full rate.
 
-    Args:
-        memory: the memory model.
-        only_adds: the steps are a forward and backward that no updates follow, and whose gradients are only added to
-            sums.
+    Where ``only_adds`` is given, it says whether no updates follow the forward and backward, as gradients are only
+    added to sums. ``host_share`` is the host's rate of updates as a share of the calibrated one.
     """
 
-    def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
+    def __init__(self, memory: MemoryModel) -> None:
         self._profile, self._layout = profile, layout = memory.profile, memory.layout
         self._hardware = hardware = memory.hardware
         self._memory = memory
-        self._only_adds = only_adds
         self.overlaps = hardware.device_type != "cpu"  # a CPU does one thing after the other
         self.in_backward, self.accumulates = memory.step_during_backward, memory.accumulates
         element, world_size = profile.element_bytes, layout.world_size
@@ -122,7 +119,7 @@ class Steps:
         # By chunk: the elements that a step updates on this rank, and milliseconds of what is done with the chunk.
         shards = [layout.shard_elements(chunk) for chunk in layout.chunks]
         updated = updated_chunks(profile, layout)
-        self._updated_elements = [n * (chunk in updated) * (not only_adds) for chunk, n in enumerate(shards)]
+        self._updated_elements = [n * (chunk in updated) for chunk, n in enumerate(shards)]
         self.upload_ms = [bytes_ms(n * element, hardware.h2d_gbps) for n in shards]
         self.gather_ms = [
             _collective_ms(chunk.elements * element, hardware.gather_gbps) if world_size > 1 else 0.0
@@ -158,6 +155,7 @@ class Steps:
         self.updates = cache(self._updates_under)
         self.costs = cache(self._costs_under)
         self.fetched = cache(self._fetched_under)
+        self._collectives_ms = cache(self._collectives_under)
         self.sharing = cache(self._sharing_under)
         self.shares = cache(self._shares_under)
 
@@ -169,11 +167,15 @@ class Steps:
     def gpu_ms(self, modes: Modes, counts: Counts) -> float:
         """How long the GPU is busy with what it does in any case. No step is shorter."""
         more_ms = [costs.pack_ms + costs.recompute_ms for costs in self.costs(modes)]
-        _, gathers = self.fetched(counts.n_persist, counts.n_buffer)
-        gathers_ms = sum(self.gather_ms[chunk] for chunk, _ in chain.from_iterable(gathers))
-        beside_ms = self.lost_to_collectives * (gathers_ms + sum(self._reduce_ms.values()))
+        beside_ms = self.lost_to_collectives * self._collectives_ms(counts.n_persist, counts.n_buffer)
         updates_ms = sum(self._device_update_ms[: counts.n_persist])
         return self._least_ms + sum(more_ms[unit] for unit in self._profile.calls) + beside_ms + updates_ms
+
+    def _collectives_under(self, n_persist: int, n_buffer: int) -> float:
+        """How long all collectives of a forward and backward take."""
+        _, gathers = self.fetched(n_persist, n_buffer, only_adds=False)
+        gathers_ms = sum(self.gather_ms[chunk] for chunk, _ in chain.from_iterable(gathers))
+        return gathers_ms + sum(self._reduce_ms.values())
 
     def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
         """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
@@ -186,14 +188,14 @@ class Steps:
             for key, chunk in chunks.items()
         }
 
-    def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
+    def _visits_under(self, n_persist: int, n_device_sum: int, *, only_adds: bool) -> list[Visit]:
         """The visits of forward and backward under these placements.
 
         Gradients of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step.
         Ranks that reduce the gradients of a chunk offload one shard, with the last of them.
         """
         on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
-        stay = on_device if self._only_adds else ()
+        stay = on_device if only_adds else ()
         away = {
             part.number: part.chunk
             for part in chain.from_iterable(self._gradients)
@@ -201,7 +203,10 @@ class Steps:
         }
         staging, first = self._rotated(away), self._layout.first_buffered(n_persist)
         gradients = [
-            tuple(self._gradient(part, staging.get(part.number, -1), part.chunk not in on_device) for part in of_visit)
+            tuple(
+                self._gradient(part, staging.get(part.number, -1), part.chunk not in on_device, only_adds=only_adds)
+                for part in of_visit
+            )
             for of_visit in self._gradients
         ]
         return [
@@ -217,14 +222,14 @@ class Steps:
             )
         ]
 
-    def _gradient(self, part: GradientPart, staging: int, sum_is_away: bool) -> Gradient:
+    def _gradient(self, part: GradientPart, staging: int, sum_is_away: bool, *, only_adds: bool) -> Gradient:
         """The work on ``part``. ``sum_is_away``: an offloaded chunk has its sum in host memory."""
         element = self._profile.element_bytes  # what flattening reads, and writes
         offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
         if self._memory.accumulates and staging >= 0 and sum_is_away:
             # The first batch of a step fetches no sum.
-            n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
-            share = (n_batches - 1) / n_batches if self._only_adds else 1.0
+            n_batches = self._profile.accumulation - only_adds  # those that this is the mean of
+            share = (n_batches - 1) / n_batches if only_adds else 1.0
             up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
             sum_up_ms = share * up_ms * _SUM_BYTES / element
         if self._memory.accumulates and not self._sent:  # the time of a reduction has the additions
@@ -248,11 +253,12 @@ class Steps:
         """By chunk, how long its update takes at ``gparams`` 1e9 parameters a second."""
         return [n / gparams / 1e6 for n in self._updated_elements]
 
-    def _updates_under(self, n_persist: int, n_device_sum: int, host_share: float) -> tuple[Updates, Updates]:
-        """The updates of persistent chunks by the GPU, and of chunks in host memory by the host, in execution order.
-
-        The host has ``host_share`` of its calibrated rate, here and below.
-        """
+    def _updates_under(
+        self, n_persist: int, n_device_sum: int, host_share: float, *, only_adds: bool
+    ) -> tuple[Updates, Updates]:
+        """The updates of persistent chunks by the GPU, and of chunks in host memory by the host, in execution order."""
+        if only_adds:
+            return [], []
         on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
         by_gpu = [(chunk, ms) for chunk, ms in enumerate(self._device_update_ms[:n_persist]) if ms]
         by_host = [
@@ -268,7 +274,7 @@ class Steps:
         return self._memory.gradients.handed_on(n_persist, self._memory.n_host_regions(n_persist, swapped_bytes))
 
     def _fetched_under(
-        self, n_persist: int, n_buffer: int
+        self, n_persist: int, n_buffer: int, *, only_adds: bool
     ) -> tuple[Sequence[Sequence[Fetch]], Sequence[Sequence[Fetch]]]:
         """By visit, what is uploaded from host memory, and what ranks gather.
 
@@ -276,7 +282,7 @@ class Steps:
         chunks are copied there on the device, which is taken to take no time.
         """
         first = self._layout.first_buffered(n_persist)
-        fetches = self._fetches.of(first, n_buffer, after_update=not self._only_adds)
+        fetches = self._fetches.of(first, n_buffer, after_update=not only_adds)
         if self._layout.world_size == 1:
             return fetches, [()] * len(fetches)
         return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches

@@ -50,7 +50,7 @@ def kept(folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use:
     return made
 
 
-def key_of(facts: dict[str, Any]) -> str:
+def key_of(facts: Any) -> str:
     """The digest of ``facts``, of the code of this package, and of the versions of Python and of the libraries."""
     versions = {name: version_of(name) for name in _LIBRARIES}
     whole = {"facts": facts, "python": platform.python_version(), "versions": versions, "code": _own_code()}

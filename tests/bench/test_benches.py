@@ -236,7 +236,10 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
         (run_planner, "--read {folder}", "--read: cannot read Results from {folder}/planner.json"),
         (run_train, "--contestants loop --accumulation 2", "--accumulation: loop cannot here; protrain, floor"),
         (run_exactness, "--gpus 3", "--gpus must be a power of two"),
-        *((run, "--out {folder}/file/deeper", "--out") for run in (run_train, run_planner, run_exactness)),
+        *(
+            (run, "--out {folder}/file/deeper/record", "{folder}/file/deeper")
+            for run in (run_train, run_planner, run_exactness)
+        ),
     ],
 )
 @needs_no_gpu

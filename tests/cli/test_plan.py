@@ -182,13 +182,9 @@ def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which batch is the fastest is worked out from the profile of another batch, and may be wrong."""
-
-    def wrong(*_: object, n_sequences: int, **__: object) -> list[int]:
-        return [min(2048, n_sequences), 2]
-
-    monkeypatch.setattr(plan_run, "fastest_batches", wrong)
-    words = ["tiny", "--hardware", "rtx3090", "--sequence", "32", "--device-memory", "150MiB", "--no-compile", "--json"]
-    status, out, err = run(capsys, "plan", *words)
+    monkeypatch.setattr(plan_run, "fastest_batches", lambda *_, n_sequences, **__: [n_sequences, 2])
+    words = "tiny --hardware rtx3090 --sequence 32 --step-tokens 65536 --device-memory 150MiB --no-compile --json"
+    status, out, err = run(capsys, "plan", *words.split())
     assert status == 0, err
     answer = json.loads(out)
     assert (answer["n_sequences"], answer["accumulation"]) == (2, 1024)

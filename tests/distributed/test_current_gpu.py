@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,13 +37,13 @@ def _say_where() -> None:
 def _offload(rank: int, size: int) -> None:
     """Chunks are uploaded and updated by threads of the engine, on the host and on the GPU."""
     specs = (Spec("none", "least", (CKPT_SWAP, NONE), speculate=True), Spec("none", "least", (CKPT,), stream=True))
-    made = functools.partial(make, "llama")
+    made = partial(make, "llama")
     on_rank(rank, size, Training(made, batches, dtype="bfloat16", device="cuda", steps=4), specs)
     _say_where()
 
 
-def _train(device: str | None) -> None:
-    """Three steps under wrap."""
+def _train(rank: int, size: int, device: str | None) -> None:
+    """Three steps under wrap, to which the script may leave the choice of the GPU."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
     wrapped, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters()), device=device, progress=False)
     for _ in range(3):
@@ -53,21 +53,16 @@ def _train(device: str | None) -> None:
     _say_where()
 
 
-def _choose_none(rank: int, size: int) -> None:
-    """A script that leaves the choice of the GPU to wrap."""
-    _train(None)
-
-
 def _see(rank: int, size: int, numbers: Sequence[int]) -> None:
     """Each process sees the GPU of its number alone, as srun --gpus-per-task=1 does."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[numbers[rank]]
-    _train("cuda")
+    _train(rank, size, "cuda")
 
 
 @pytest.mark.parametrize(
     ("train", "used"),
-    [(_offload, (0, 1)), (_choose_none, (0, 1)), (functools.partial(_see, numbers=(0, 1)), (0, 0))],
+    [(_offload, (0, 1)), (partial(_train, device=None), (0, 1)), (partial(_see, numbers=(0, 1)), (0, 0))],
 )
 def test_a_process_uses_its_own_gpu_alone(tmp_path: Path, train: Callable[..., None], used: Sequence[int]) -> None:
     with Group(2, train, folder=tmp_path) as group:

@@ -135,7 +135,7 @@ def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
     monkeypatch.chdir(tmp_path)
     with machine(visible=2, environment={}):
         assert main(["calibrate", "--device", "cuda:9"]) == 2
-    assert "--device cuda:9, but this process sees 2 GPUs" in capsys.readouterr().err
+    assert "device='cuda:9', but this process sees 2 GPUs" in capsys.readouterr().err
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

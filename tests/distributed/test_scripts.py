@@ -159,11 +159,7 @@ def train(rank: int, script: Callable[[Loop], None], spec: Spec) -> list[str]:
     for wraps in (False, True):
         torch.manual_seed(0)
         model = Model()
-        groups: list[dict[str, Any]] = [
-            {"params": [*model.embedding.parameters(), *model.blocks.parameters()]},
-            {"params": model.head.parameters(), "lr": 3e-2},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = adamw(model)
         trained: Any
         if wraps:
             trained = wrap_under(spec, model, optimizer, EXAMPLE, world_size=2)

@@ -14,7 +14,19 @@ from torch import Tensor, nn
 
 from protrain.common.errors import BudgetError, MisuseError
 from protrain.engine.streams import CudaStreams
-from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.harness import (
+    CKPT,
+    FEW_PLANS,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    states,
+    wrap_under,
+)
 from tests.engine.residual import batches, make, unharmed, wrapped
 
 OFFLOADED, RESIDENT = Spec("none", "least", (NONE, CKPT, SWAP)), Spec("all", "least", (NONE,))
@@ -207,3 +219,10 @@ def test_more_forwards_than_there_is_room_for(mode: Any, words: str) -> None:
         with pytest.raises(BudgetError, match=rf"{words}.*call backward\(\) before the next"):
             losses.extend(default_loss(model, batches()[0]) for _ in range(200))
         losses.clear()
+
+
+def test_no_sync_begins_a_sum_that_must_be_planned() -> None:
+    with unharmed(FEW_PLANS[0]) as (model, _):
+        no_sync: Any = model.no_sync
+        with no_sync(), pytest.raises(MisuseError, match=r"under model.no_sync\(\) .*pass accumulation=2 or more"):
+            default_loss(model, batches()[0]).backward()

@@ -199,6 +199,32 @@ def test_collections_that_grow_meanwhile(block: type[Block], device: torch.devic
     check_equal_to_plain(partial(Growing, block), batches(2), device=device, specs=SPECS[:3])
 
 
+def freeze(model: nn.Module) -> None:
+    model.get_submodule("blocks.1").requires_grad_(False)
+
+
+# What a script does before the forward, and between it and its backward.
+SWITCHES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    "evaluated": (nn.Module.eval, nn.Module.train),
+    "trained": (nn.Module.train, nn.Module.eval),
+    "frozen since": (nn.Module.requires_grad_, freeze),
+    "frozen before": (freeze, nn.Module.requires_grad_),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_modes_that_are_switched_meanwhile(name: str, device: torch.device) -> None:
+    before, between = SWITCHES[name]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        before(model)
+        found: Tensor = model(*batch).square().mean()
+        between(model)
+        return found
+
+    check_equal_to_plain(make, batches(2), run=Loop(loss=loss).run, device=device, specs=SPECS[:3])
+
+
 def test_other_operations_are_named() -> None:
     class Wavering(Block):
         wide = False

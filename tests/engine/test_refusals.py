@@ -28,6 +28,7 @@ BATCH = batches(1)[0]
         ({"host_memory": -1}, "host_memory must be at least 1 byte .*not -1"),
         ({"dtype": "float64"}, "dtype must be bfloat16, float16 or float32, not 'float64'"),
         ({"device": "tpu"}, "device must be a CUDA GPU or the CPU, not 'tpu'"),
+        ({"device": "meta"}, "device must be a CUDA GPU or the CPU, not meta"),
         ({"dtype": "float16", "step_during_backward": True}, "step_during_backward=True .*float16.*use bfloat16"),
         ({"accumulation": 0}, "accumulation must be 1 or more, the backward\\(\\) calls of a step, not 0"),
         ({"moment_dtype": "float16"}, "moment_dtype must be float32 or bfloat16, not 'float16'"),

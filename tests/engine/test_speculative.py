@@ -155,3 +155,17 @@ def test_states_that_could_not_follow_their_weight_are_missed_for_good(
         for use in (optimizer.state_dict, lambda: default_loss(wrapped, data[0]).backward()):
             with pytest.raises(ArithmeticError, match="the update failed"):
                 use()
+
+
+def test_hyperparameters_that_are_invalid_during_backward_alone(device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
+        group = optimizer.param_groups[0]
+        for batch in data:
+            right, group["lr"] = group["lr"], -1.0
+            default_loss(model, batch).backward()
+            group["lr"] = right
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, _ = trained(run, device, BOTH)
+    assert counts(optimizer) == (0, 0)

@@ -246,6 +246,13 @@ def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.devi
     assert_same(dict(again.state_dict()), expected)
 
 
+def test_a_save_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved = residual.make(width=32)
+    protrain.save_checkpoint(tmp_path, *wrap_under(FIRST, saved, adamw(saved), residual.batches(1)[0]))
+    with residual.unharmed(FIRST) as wrapped, pytest.raises(CheckpointError, match="has shape"):
+        protrain.load_checkpoint(tmp_path, *wrapped)
+
+
 def _in_groups(*groups: str) -> tuple[nn.Module, Any]:
     """A wrapped model, of whose parameters each group has those of a name; only "weight" decays."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

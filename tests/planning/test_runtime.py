@@ -174,7 +174,7 @@ def test_sums_in_host_memory_come_up_and_go_down_with_four_bytes_a_parameter() -
 def test_a_forward_begins_when_the_sums_of_the_batch_before_are_in_host_memory() -> None:
     profile = replace(chain(1.0, 1.0), accumulation=2)
     memory = MemoryModel(profile, MACHINE, pack(profile, N))
-    run = Run(Steps(memory, only_adds=True), (NONE,) * 4, placed(1, 2))
+    run = Run(Steps(memory), (NONE,) * 4, placed(1, 2), only_adds=True)
     times = list(zip(run.tasks, run.starts, run.ends, strict=True))
     last_sum_ms = max(end for task, _, end in times[: run.first] if task[0] == DOWN)
     forward_ms = next(start for task, start, _ in times[run.first :] if "forward" in task)
