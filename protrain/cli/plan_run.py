@@ -113,13 +113,12 @@ class _Asked:
 
     @cached_property
     def _traced(self) -> list[ModelProfile]:
-        """Counted profiles of one or two batches, from which those of all others follow.
+        """Counted profiles of two batches, from which those of all others follow.
 
-        The gradients of weights do not grow with the batch. Those of adapters are too small to matter.
+        Gradients, masks and what 4-bit weights are unpacked into do not grow with the batch.
         """
-        batches = _COUNTED_BATCHES[: 2 if self.step.lora is None else 1]
-        with stage("profiling a batch") as show:
-            return [self.counted(replace(self.step, batch=batch), show) for batch in batches]
+        with stage("profiling two batches") as show:
+            return [self.counted(replace(self.step, batch=batch), show) for batch in _COUNTED_BATCHES]
 
     @cached_property
     def n_sequences(self) -> int:
@@ -129,8 +128,8 @@ class _Asked:
 
     def derived(self, batch: int) -> ModelProfile:
         """The profile of so many sequences in a step of --step-tokens."""
-        known, *others = self._traced
-        return replace(known.at_batch(batch, *others), accumulation=self.n_sequences // batch)
+        known, other = self._traced
+        return replace(known.at_batch(batch, other), accumulation=self.n_sequences // batch)
 
     @cached_property
     def batches(self) -> list[int]:

@@ -348,7 +348,7 @@ def alternatives(
     The times that a profile has were measured on its own card. On another card they are estimated from its operations.
     """
     narrow, estimated = replace(profile, moment_dtype="bfloat16"), replace(profile, device="meta")
-    cases = {"bf16 moments": (narrow, hardware)} if narrow != profile else {}
+    cases = {"bf16 moments": (narrow, hardware)}
     for what, machine in machines.items():
         cases[what] = profile if machine.name == hardware.name else estimated, machine
     found = dict.fromkeys(cases)

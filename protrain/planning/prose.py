@@ -17,8 +17,10 @@ def in_short(plan: Plan, models: Models) -> str:
     device = "GPU" if models.hardware.device_type == "cuda" else "device"
     parts = phases(models.runtime.timeline(plan.block_modes, plan.counts))
     places = states(plan, models.memory.large_buffers[plan.n_persist], device), activations(plan)
-    speed = f"{format_ms(plan.step_ms)} a step, {plan.tokens_per_s:,.0f} tokens/s"
-    return f"predicted: {speed}, limited by {limits(parts, device)}\n{'; '.join(filter(None, places))}"
+    return (
+        f"predicted: {format_ms(plan.step_ms)} a step, {plan.tokens_per_s:,.0f} tokens/s, "
+        f"limited by {limits(parts, device)}\n{'; '.join(filter(None, places))}"
+    )
 
 
 def limits(parts: Sequence[Phase], device: str) -> str:
@@ -37,7 +39,7 @@ def states(plan: Plan, n_large: int, device: str) -> str:
     chunks, buffers = counted(plan.n_chunks, "chunk"), _buffers(plan, n_large)
     here = f"{plan.n_persist} of {chunks}" if away else f"all {chunks}"
     if plan.world_size > 1:
-        others = f", those of the other{f' {away}' * (away > 1)} in host memory" if away else ""
+        others = f", those of {counted(away, 'other')} in host memory" if away else ""
         whole = "stay in" if plan.n_buffer + n_large >= plan.n_chunks else "pass through"
         return f"shards of {here} on each {device}{others}; whole weights {whole} {buffers} of each"
     if not away:
