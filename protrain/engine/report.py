@@ -52,10 +52,8 @@ class Report(Record):
                 f"{format_ms(self.step_ms)} in the median, {predicted} "
                 f"(measured {format_change(self.step_ms, self.predicted_step_ms)})"
             )
-        between = []
-        if self.received_bytes or self.sent_bytes:
-            received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
-            between = [("between ranks", f"{received} of weights received, {sent} of gradients sent")]
+        received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
+        between = f"{received} of weights received, {sent} of gradients sent"
         return [
             ("plan", self.plan),
             ("steps", f"{self.steps:,}"),
@@ -69,7 +67,7 @@ class Report(Record):
                 f"{format_bytes(self.host_bytes)} taken, predicted {format_bytes(self.predicted_host_bytes)}",
             ),
             ("chunk uploads", f"{self.fetches:,}, {format_bytes(self.uploaded_bytes)} from host memory"),
-            *between,
+            *([("between ranks", between)] if self.received_bytes or self.sent_bytes else ()),
             *(self._updates() if self.host_gparams or self.predicted_host_gparams else ()),
             *([("what to do", self.advice)] if self.advice else ()),
         ]
@@ -94,6 +92,11 @@ class Report(Record):
             return ""
         if change < 0:
             return "run `protrain calibrate` and wrap again, as a plan for this machine's true rates may be faster"
+        if self.redone_updates > self.speculative_updates / 2:
+            return (
+                "most steps are clipped, so early updates are made twice, which the prediction leaves out: a plan for "
+                "more device memory has fewer of them"
+            )
         if self.host_gparams < _SLOW_HOST * self.predicted_host_gparams:
             return (
                 "the host is slower than its calibration says: end what else loads it or its memory, or run `protrain "

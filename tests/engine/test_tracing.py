@@ -133,6 +133,7 @@ def test_a_report_has_each_figure_beside_its_prediction_and_the_remedy_for_a_slo
     slow = replace(REPORT, step_ms=2401.0)
     assert "while it is as busy as now" in slow.advice
     assert "look for what else takes time" in replace(slow, host_gparams=4.4).advice
+    assert "most steps are clipped" in replace(slow, redone_updates=16).advice
     assert "may be faster" in replace(slow, step_ms=1599.0).advice
     for settled in (REPORT, replace(slow, step_ms=2399.0), replace(slow, step_ms=1601.0), replace(slow, steps=9)):
         assert settled.advice == ""
