@@ -53,7 +53,7 @@ class Report(Record):
                 f"(measured {format_change(self.step_ms, self.predicted_step_ms)})"
             )
         received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
-        between = f"{received} of weights received, {sent} of gradients sent"
+        between = [("between ranks", f"{received} of weights received, {sent} of gradients sent")]
         return [
             ("plan", self.plan),
             ("steps", f"{self.steps:,}"),
@@ -67,7 +67,7 @@ class Report(Record):
                 f"{format_bytes(self.host_bytes)} taken, predicted {format_bytes(self.predicted_host_bytes)}",
             ),
             ("chunk uploads", f"{self.fetches:,}, {format_bytes(self.uploaded_bytes)} from host memory"),
-            *([("between ranks", between)] if self.received_bytes or self.sent_bytes else ()),
+            *(between if self.sent_bytes else ()),
             *(self._updates() if self.host_gparams or self.predicted_host_gparams else ()),
             *([("what to do", self.advice)] if self.advice else ()),
         ]
@@ -76,7 +76,7 @@ class Report(Record):
         """Rows on a host that has updates to make."""
         redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
         rate = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
-        if self.host_gparams and self.predicted_host_gparams:
+        if self.predicted_host_gparams:
             rate += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
         return [
             ("speculative updates", f"{self.speculative_updates:,}{redone}"),
@@ -116,14 +116,14 @@ class StepClock:
 
     def __init__(self) -> None:
         self.steps = 0  # steps that changed weights
-        self._last: float | None = None
+        self._last = 0.0  # of no step yet
         self.durations_ms: deque[float] = deque(maxlen=_TIMED_STEPS)
 
     def tick(self, *, updated: bool) -> None:
         """A step was called. ``updated`` is False if its gradients overflowed, so that it changed no weights."""
         self.steps += updated
         now = time.perf_counter()
-        if self._last is not None:
+        if self._last:
             self.durations_ms.append((now - self._last) * 1e3)
         self._last = now
 
