@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import starmap, zip_longest
 from math import prod
 from typing import TypeVar
 
@@ -154,34 +153,32 @@ class ModelProfile(Record):
         blocks = tuple(block.keeping_attention() for block in self.blocks)
         return replace(self, blocks=blocks, segments=tuple(segments))
 
-    def at_batch(self, n_sequences: int, other: ModelProfile | None = None) -> ModelProfile:
+    def at_batch(self, n_sequences: int, other: ModelProfile) -> ModelProfile:
         """About the profile of a batch of ``n_sequences``.
 
         Operations and bytes lie on a line through those of this profile and of ``other``, the profile of another batch.
-        Without it they are in proportion to the sequences, as they are but for gradients of weights: with sequences of
-        1,024 tokens of llama3-8b these add 224 MiB to 172 MiB a sequence at the peak of a block's backward. So is all
-        but the peak of a loss in pieces, which is the same for any batch.
+        They are not in proportion to the batch: the gradients of weights, which add 224 MiB to the 172 MiB of each
+        sequence of 1,024 tokens at the peak of a block's backward in llama3-8b, are the same for any, as is the peak of
+        a loss in pieces.
         """
-        start = 0 if other is None else other.n_sequences
-        share = (n_sequences - start) / (self.n_sequences - start)
+        share = (n_sequences - other.n_sequences) / (self.n_sequences - other.n_sequences)
 
-        def on_line(record: _Sized, other: _Sized | None) -> _Sized:
-            sizes = {name: size for name, size in vars(record).items() if name.endswith(("_bytes", "_flops"))}
-            if other is None and self.chunked_loss and isinstance(record, SegmentRecord) and record.block is None:
-                del sizes["peak_bytes"]
-            for name, size in sizes.items():
-                sizes[name] = max(0, round(share * size + (1 - share) * getattr(other, name, 0)))
+        def on_line(record: _Sized, other: _Sized) -> _Sized:
+            sizes = {
+                name: max(0, round(share * size + (1 - share) * getattr(other, name)))
+                for name, size in vars(record).items()
+                if name.endswith(("_bytes", "_flops"))
+            }
             return replace(record, **sizes)
 
         factor = n_sequences / self.n_sequences
-        blocks, segments = ((), ()) if other is None else (other.blocks, other.segments)
         return replace(
             self,
             tokens=round(factor * self.tokens),
             batch_shapes={name: (n_sequences, *shape[1:]) for name, shape in self.batch_shapes.items()},
             output_bytes=round(factor * self.output_bytes),
-            blocks=tuple(starmap(on_line, zip_longest(self.blocks, blocks))),
-            segments=tuple(starmap(on_line, zip_longest(self.segments, segments))),
+            blocks=tuple(map(on_line, self.blocks, other.blocks)),
+            segments=tuple(map(on_line, self.segments, other.segments)),
         )
 
     @property

@@ -135,8 +135,11 @@ def test_ranks_are_planned_together() -> None:
 def test_the_batch_doubles_or_halves_while_that_is_faster(
     step_ms: dict[int, int], n_sequences: int, fastest_first: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traced, roomy = replace(blocks(2), tokens=80, batch_shapes={"ids": (8, 10)}), machine("8GiB", "4GiB")
-    plan = search(traced, roomy)
+    roomy = machine("8GiB", "4GiB")
+    plan = search(blocks(2), roomy)
+
+    def of_batch(n: int) -> ModelProfile:
+        return replace(blocks(2), tokens=10 * n, batch_shapes={"ids": (n, 10)})
 
     def found(profile: ModelProfile, _: HardwareProfile, **__: Any) -> Plan:
         batch = profile.n_sequences
@@ -147,4 +150,4 @@ def test_the_batch_doubles_or_halves_while_that_is_faster(
         return replace(plan, step_ms=time_ms, tokens=profile.tokens, accumulation=profile.accumulation)
 
     monkeypatch.setattr(sweeps, "search", found)
-    assert fastest_batches(traced.at_batch, roomy, first=8, n_sequences=n_sequences) == fastest_first
+    assert fastest_batches(of_batch, roomy, first=8, n_sequences=n_sequences) == fastest_first
