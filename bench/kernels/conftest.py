@@ -51,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = []
+    if config.getoption("--out") is not None:  # before the measurements, as a folder that cannot be made ends the run
+        config.getoption("--out").mkdir(parents=True, exist_ok=True)
     # The rows' own table says the rest.
     config.option.benchmark_columns = config.option.benchmark_columns or ["min", "median", "iqr", "rounds"]
 
@@ -134,6 +136,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(summary(rows))
     folder = config.getoption("--out")
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.json").write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
         terminalreporter.write_line(f"wrote kernels.json to {folder}")

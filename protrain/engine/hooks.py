@@ -32,8 +32,8 @@ from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpoi
 
 def install(engine: Engine) -> None:
     """Hook the engine into its model."""
-    # A graph that has saved a parameter then fails in its backward. All rise first, as views of one memory share a
-    # version.
+    # The backward of a graph that has saved a parameter then fails. The versions of all parameters rise before any is
+    # read below, as parameters that are views of one memory share a version.
     torch.autograd.graph.increment_version([member.parameter for member in engine.members])
     for member in engine.members:
         handle = Handle(member.name, member.index, engine)

@@ -35,7 +35,7 @@ from protrain.planning.segments import Bytes, ModeChoices, Segments
 from protrain.profiler.model_profile import ModelProfile
 
 MIB = 1024**2
-_SUM_BYTES = 4  # a parameter in fp32
+SUM_BYTES = 4  # of a parameter: sums of gradients are in fp32
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, and page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # a share of the activations, lost by the caching allocator to sizes that don't fit together
@@ -124,7 +124,7 @@ class MemoryModel:
     def host_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
         """Host memory of sums."""
         away = self.accumulates * (self._trained[-1] - self._trained[n_persist])
-        return _SUM_BYTES * (away - self._summed_elements(n_persist, n_device_sum))
+        return SUM_BYTES * (away - self._summed_elements(n_persist, n_device_sum))
 
     def _finished_bytes(self, n_persist: int, n_device_sum: int) -> int:
         """Host memory of the gradients that finished sums on the device become."""
@@ -146,7 +146,7 @@ class MemoryModel:
         summed = n_device_sum if self.accumulates else None
         element_bytes, gradient_bytes = self.profile.element_bytes, self.gradients.device_bytes(n_persist)
         parts = {"persistent chunks": self._state_bytes[n_persist]}
-        parts["persistent chunks"] += _SUM_BYTES * self.accumulates * self._trained[n_persist]
+        parts["persistent chunks"] += SUM_BYTES * self.accumulates * self._trained[n_persist]
         if self.gradients.n_on_device(n_persist):
             parts["gradients of persistent chunks"] = gradient_bytes
         else:
@@ -157,7 +157,7 @@ class MemoryModel:
             "buffers and quantised weights": self.profile.buffer_bytes,
         }
         if n_device_sum:
-            parts["sums of gradients"] = _SUM_BYTES * self._summed_elements(n_persist, n_device_sum)
+            parts["sums of gradients"] = SUM_BYTES * self._summed_elements(n_persist, n_device_sum)
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
         if self.hardware.collective_bytes:

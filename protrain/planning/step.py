@@ -19,7 +19,7 @@ from itertools import accumulate, chain, cycle
 
 from protrain.planning.contention import Shares, lost_to_collectives, shares_kept
 from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
-from protrain.planning.memory import MemoryModel
+from protrain.planning.memory import SUM_BYTES, MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
@@ -45,7 +45,6 @@ from protrain.planning.timeline import HOST, STREAM, UP
 # gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times
 # begin at 39 us.
 COLLECTIVE_MS = 0.04
-_SUM_BYTES = 4  # a parameter in fp32
 
 Updates = Sequence[tuple[int, float]]  # (chunk, ms)
 
@@ -133,7 +132,7 @@ class Steps:
         self.streams = memory.stream and self.overlaps  # the GPU may update chunks in host memory
         self._adam_bytes = adam_bytes = moved_bytes(dtype, moment_bytes)
         # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
-        self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
+        self._from_sum = 1 + (SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
         self.weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
@@ -231,13 +230,13 @@ class Steps:
             n_batches = self._profile.accumulation - only_adds  # those that this is the mean of
             share = (n_batches - 1) / n_batches if only_adds else 1.0
             up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
-            sum_up_ms = share * up_ms * _SUM_BYTES / element
+            sum_up_ms = share * up_ms * SUM_BYTES / element
         if self._memory.accumulates and not self._sent:  # the time of a reduction has the additions
             if sum_up_ms is None:  # it is flattened into the sum
-                added_bytes = 2 * _SUM_BYTES - element
+                added_bytes = 2 * SUM_BYTES - element
             else:  # it is added when it is flattened
-                added_bytes = element + 2 * _SUM_BYTES
-                offload_ms *= _SUM_BYTES / element
+                added_bytes = element + 2 * SUM_BYTES
+                offload_ms *= SUM_BYTES / element
         return Gradient(
             number=part.number,
             chunk=part.chunk,

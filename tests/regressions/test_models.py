@@ -150,22 +150,24 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
     assert torch.equal(merged.state_dict()["lm_head.weight"], model.state_dict()[name])
 
 
-class Words(nn.Module):
+class Layered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 16)
 
+
+class Words(Layered):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer(x), self.layer.weight.t()
 
 
-class Turning(Words):
-    def forward(self, x: Tensor, turned: Tensor) -> Tensor:  # type: ignore[override]
+class Turning(Layered):
+    def forward(self, x: Tensor, turned: Tensor) -> Tensor:
         return torch.tanh(self.layer(x)) @ turned
 
 
-class Handing(Words):
-    def forward(self, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+class Handing(Layered):
+    def forward(self, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         return x + torch.tanh(self.layer(x)) * row, self.layer.weight[1]
 
 

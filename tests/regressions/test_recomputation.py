@@ -76,7 +76,7 @@ def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: str) 
 @same_bits()
 def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(model: nn.Module, optimizer: Any) -> list[float]:
     """Where a script removed hooks after a forward, gradients were wrong without an error."""
-    layers = [block[0] for block in model.get_submodule("blocks").children()]  # type: ignore[index]
+    layers = [block.get_submodule("0") for block in model.get_submodule("blocks").children()]
     handles = [layer.register_forward_hook(lambda module, args, output: output * 3) for layer in layers]
     loss = model(rows()).square().mean()
     for handle in handles:

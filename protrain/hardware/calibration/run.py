@@ -170,7 +170,8 @@ class Calibration:
     def _threads(self, chunk: AdamChunk) -> int:
         """The threads of the host's AdamW: beside a GPU as many as usual, or one more where that gains on all ranks.
 
-        Of all numbers of threads, every calibration that is recorded found one of these two best.
+        One of these two was the best number of threads in every calibration of a GPU under ``bench/results``, of which
+        the earlier ones tried all numbers.
         """
         usual = update_threads(self._cores, beside_gpu=self._on_gpu)
         if not self._on_gpu:
