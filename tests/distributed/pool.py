@@ -100,6 +100,24 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return pool.run(function, *args)
 
 
+def error_of(does: Callable[..., object], *args: Any) -> str:
+    """The error that ``does(*args)`` raises, with its type, or nothing."""
+    try:
+        does(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _error_on(rank: int, function: Callable[..., object], *args: Any) -> str:
+    return error_of(function, rank, *args)
+
+
+def errors_on(size: int, function: Callable[..., object], *args: Any) -> list[str]:
+    """The error that ``function(rank, *args)`` raises on each of ``size`` ranks, with its type, or nothing."""
+    return on_ranks(size, _error_on, function, *args)
+
+
 def import_in_pools(*names: str) -> None:
     """Import modules once for the ranks of all tests that follow, where each rank would import them for itself."""
     if import_early(frozenset(names)):

@@ -24,9 +24,9 @@ from tests.engine.harness import (
     seeded,
     wrap_under,
 )
-from tests.tiny_models import VOCABULARY, config_of
+from tests.tiny_models import VOCABULARY, tiny
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 WIDTH, SEQUENCE = 24, 16
 SPECS = (
@@ -37,12 +37,6 @@ SPECS = (
     Spec("none", "middle", (NONE, CKPT), speculate=True, weights=True),
     Spec("none", "least", (CKPT,), stream=True),
 )
-
-
-def make(family: str) -> nn.Module:
-    with seeded():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(family))
-    return model
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -108,18 +102,18 @@ def batches_of_units(count: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-LLAMA_OF = functools.partial(Training, functools.partial(make, "llama"), batches, steps=3)
+LLAMA_OF = functools.partial(Training, functools.partial(tiny, "llama"), batches, steps=3)
 UNITS_OF = functools.partial(Training, reduction="sum", steps=4)
 CASES: dict[str, tuple[int, Training, tuple[Spec, ...]]] = {
-    "gpt2": (2, Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", steps=4), SPECS[::3]),
+    "gpt2": (2, Training(functools.partial(tiny, "gpt2"), batches, dtype="bfloat16", steps=4), SPECS[::3]),
     "mistral": (
         3,
-        Training(functools.partial(make, "mistral"), batches, dtype="bfloat16", reduction="sum", steps=4),
+        Training(functools.partial(tiny, "mistral"), batches, dtype="bfloat16", reduction="sum", steps=4),
         SPECS[2:4],
     ),
     "opt": (
         2,
-        Training(functools.partial(make, "opt"), batches, dtype="float16", reduction="sum", steps=4),
+        Training(functools.partial(tiny, "opt"), batches, dtype="float16", reduction="sum", steps=4),
         SPECS[4:],
     ),
     "several backwards under no_sync": (2, LLAMA_OF(dtype="bfloat16", accumulate=3, no_sync=True), SPECS[::4]),
@@ -182,4 +176,4 @@ def test_chunks_that_are_updated_inside_backward_share_memory_for_their_gradient
 def test_several_gpus(size: int, family: str, dtype: str) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    check(size, Training(functools.partial(make, family), batches, dtype=dtype, device="cuda", steps=10))
+    check(size, Training(functools.partial(tiny, family), batches, dtype=dtype, device="cuda", steps=10))

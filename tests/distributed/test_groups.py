@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import protrain
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_bits import batches, make
+from tests.distributed.test_bits import batches
 from tests.distributed.training import step
 from tests.engine.harness import NONE, Spec, adamw, assert_same, states, wrap_under
+from tests.tiny_models import tiny
 
 OFFLOADED = Spec("none", "all", (NONE,))
 
@@ -27,7 +28,7 @@ def train(rank: int, in_pairs: bool, of_pair: int) -> tuple[list[float], dict[st
         of_pair = rank % 2
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "model"))
         options["process_group"] = mesh["dp"].get_group()
-    model, data = make("llama"), batches(8)[dist.get_rank(options.get("process_group")) :: 2]
+    model, data = tiny("llama"), batches(8)[dist.get_rank(options.get("process_group")) :: 2]
     how: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "progress": False, **options}
     wrapped, trainer = protrain.wrap(model, adamw(model, 1e-3 * (1 + of_pair)), example_batch=data[0], **how)
     losses = [step(wrapped, trainer, batch) for batch in data]
@@ -48,7 +49,7 @@ def host_bytes(rank: int, local: int) -> int:
     """The host memory that a rank plans with, where ``local`` of four ranks share a node."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(local))
-        model = make("llama")
+        model = tiny("llama")
         how: dict[str, Any] = {"device": "cpu", "device_memory": "1GiB", "host_memory": "1GiB", "progress": False}
         _, trainer = protrain.wrap(model, adamw(model), example_batch=batches(1)[0], **how)
         return trainer.hardware.host_bytes
@@ -61,7 +62,7 @@ def test_the_ranks_of_a_node_share_its_host_memory(local: int) -> None:
 
 def traffic(rank: int, size: int, spec: Spec) -> tuple[int, int, int, int, int]:
     """Bytes of two steps after the first: uploaded, received and sent; and elements of weights and of gradients."""
-    model = make("llama")
+    model = tiny("llama")
     data = batches(3 * size)[rank::size]
     wrapped, trainer = wrap_under(spec, model, adamw(model), data[0], world_size=size)
     step(wrapped, trainer, data[0])
@@ -94,7 +95,7 @@ def test_what_crosses_the_links() -> None:
 
 def traced(rank: int, folder: Path) -> int:
     """Two traced steps. Returns the number of chunks."""
-    model = make("gpt2")
+    model = tiny("gpt2")
     data = batches(4)[rank::2]
     wrapped, optimizer = wrap_under(OFFLOADED, model, adamw(model), data[0], world_size=2)
     with protrain.trace(optimizer, folder / "trace.json", kernels=False):

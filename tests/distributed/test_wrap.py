@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import protrain
 from protrain import wrapping
 from protrain.common.tables import format_bytes
-from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import set_dropout, step
 from tests.engine import residual
 from tests.engine.harness import adamw, assert_same, seeded
-from tests.tiny_models import LLAMA
+from tests.tiny_models import config_of, tiny
+
+transformers = pytest.importorskip("transformers")
 
 
 def make(*, dropout: float = 0.0) -> nn.Module:
@@ -136,7 +137,7 @@ def start(rank: int, build: Callable[[int], nn.Module]) -> tuple[dict[str, Tenso
 
 def seeded_by_rank(rank: int) -> nn.Module:
     """Half of the parameters differ between ranks, by a single bit at least."""
-    model = bits.make("gpt2")
+    model = tiny("gpt2")
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             if index % 2:
@@ -156,8 +157,7 @@ def test_the_values_of_the_first_rank() -> None:
 def empty(rank: int) -> nn.Module:
     torch.manual_seed(5 + rank)
     with protrain.empty_parameters():
-        config = bits.transformers.MixtralConfig(**LLAMA, num_local_experts=4)
-        model: nn.Module = bits.transformers.MixtralForCausalLM(config)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of("mixtral"))
     return model
 
 

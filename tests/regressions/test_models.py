@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,10 @@ from torch import Tensor, nn
 
 import protrain
 from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, same_bits, train, wrapped
+from tests.tiny_models import VOCABULARY, tiny
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-SIZES["pad_token_id"] = None
-
-
-def llama(**sizes: Any) -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **sizes))
-
-
-def mixtral() -> Any:
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
 
 
 def lora(model: nn.Module, **options: Any) -> Any:
@@ -37,7 +26,7 @@ def lora(model: nn.Module, **options: Any) -> Any:
 
 
 def tokens(seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(0, VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -59,11 +48,11 @@ FEW = {"batch": tokens(), "chunked_loss": False, "n_buffer": 3}
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_language_model_has_the_bits_of_the_plain_loop(plan: str, tied: bool) -> None:
     """Tied weights are one parameter, whose gradient comes from both ends."""
-    check(learn, plan, lambda: llama(tie_word_embeddings=tied), **FEW)
+    check(learn, plan, lambda: tiny("llama", tie_word_embeddings=tied), **FEW)
 
 
 def adapted() -> nn.Module:
-    model = lora(llama())
+    model = lora(tiny("llama"))
     model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name)
@@ -92,7 +81,7 @@ def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(m
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@same_bits(lambda: lora(mixtral(), target_parameters=TARGETS), **FEW)
+@same_bits(lambda: lora(tiny("mixtral"), target_parameters=TARGETS), **FEW)
 def test_experts_are_adapted(model: nn.Module, optimizer: Any) -> list[float]:
     """peft's target_parameters, which adapts the experts of a model, was refused with a wrong reason."""
     return learn(model, optimizer)
@@ -111,7 +100,7 @@ def built_empty(base: nn.Module, folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("whole", ["lm_head", "mlp"])
 def test_modules_that_are_trained_whole_begin_as_the_files_say(whole: str, tmp_path: Path) -> None:
     """weights= refused models with adapters of peft that have modules_to_save."""
-    model, expected = built_empty(llama(), tmp_path, modules_to_save=[whole])
+    model, expected = built_empty(tiny("llama"), tmp_path, modules_to_save=[whole])
     found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
     assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
     assert any("modules_to_save" in name for name in found)
@@ -119,7 +108,7 @@ def test_modules_that_are_trained_whole_begin_as_the_files_say(whole: str, tmp_p
 
 def test_experts_that_files_have_one_by_one_are_read(tmp_path: Path) -> None:
     """weights= refused target_parameters of experts that the files have one by one."""
-    model, expected = built_empty(mixtral(), tmp_path, target_parameters=["mlp.experts.down_proj"])
+    model, expected = built_empty(tiny("mixtral"), tmp_path, target_parameters=["mlp.experts.down_proj"])
     found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
     assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
 
@@ -128,7 +117,7 @@ def test_experts_that_files_have_one_by_one_are_read(tmp_path: Path) -> None:
 def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[str, Any], tmp_path: Path) -> None:
     """DoRA, PiSSA and OLoRA adapters of an empty model began as if the weights beside them were random ones."""
     with pytest.raises(ValueError, match=r"q_proj\.lora_\w+\.default\.weight\. It was set by .*before an adapter that"):
-        built_empty(llama(), tmp_path, **how)
+        built_empty(tiny("llama"), tmp_path, **how)
 
 
 @both_plans
@@ -136,13 +125,13 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
     """export of an adapter writes what peft saves, also modules that are trained whole, which it refused."""
 
     def make() -> Any:
-        return lora(llama(), modules_to_save=["lm_head"])
+        return lora(tiny("llama"), modules_to_save=["lm_head"])
 
     model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
     learn(model, optimizer)
     protrain.export(model, tmp_path / "adapter")
     protrain.export(model, tmp_path / "merged", merge=True)
-    read = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+    read = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter").eval()
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     name = "base_model.model.lm_head.modules_to_save.default.weight"
     with torch.no_grad():
@@ -204,10 +193,7 @@ def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str, model: Ca
 def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:
     """Models that scale logits, such as Cohere, were trained on another loss by chunked_loss=True, and are refused."""
 
-    def cohere() -> Any:
-        torch.manual_seed(0)
-        return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, bos_token_id=1, eos_token_id=2))
-
+    cohere = partial(tiny, "cohere")
     with pytest.raises(ValueError, match="chunked_loss"):
         wrapped("on the device", cohere, batch=tokens(), chunked_loss=True)
     check(learn, "on the device", cohere, batch=tokens())

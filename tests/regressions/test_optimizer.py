@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +14,6 @@ import protrain
 from tests.regressions.plain import (
     WIDTH,
     Blocks,
-    Plain,
     adamw,
     assert_same,
     both_plans,
@@ -24,13 +22,9 @@ from tests.regressions.plain import (
     rows,
     same_bits,
     train,
+    whole,
     wrapped,
 )
-
-
-def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
-    """Where a script may write to weights."""
-    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
 
 @same_bits(late=True)
