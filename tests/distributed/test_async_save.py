@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ import protrain
 import protrain.checkpoint.saving as saving
 from protrain.checkpoint.manifest import list_saves
 from protrain.common.tables import format_bytes
-from tests.distributed import saves
 from tests.distributed.apart import LIMIT_S
 from tests.distributed.pool import on_ranks
-from tests.distributed.saves import FIRST, SECOND, THIRD, Run, Training, go_on
+from tests.distributed.training import FIRST, SECOND, THIRD, Run, Training, go_on
 from tests.engine.harness import assert_same
 
 
@@ -118,10 +118,10 @@ def test_training_goes_on_and_does_not_change_what_is_saved(tmp_path: Path) -> N
     assert not torch.equal(saved["exp_avg.blocks.1.first.weight"], final["exp_avg.blocks.1.first.weight"])
     assert [rest for _, _, *rest in found] == [[0, str(save)]] * 3, "it is there when the last rank has written"
     # Three ranks have three micro-batches, and so has one that goes on.
-    for outcome in on_ranks(3, go_on, 3, Run(SECOND, load=str(tmp_path), after=range(2, 4))):
-        assert_same(outcome.saved, saved)
-        assert_same(outcome.final, final)
-    assert_same(go_on(0, 1, Run(THIRD, load=str(tmp_path))).saved, saved)
+    for loaded, trained in on_ranks(3, go_on, 3, Run(SECOND, load=str(tmp_path), after=range(2, 4))):
+        assert_same(loaded, saved)
+        assert_same(trained, final)
+    assert_same(go_on(0, 1, Run(THIRD, load=str(tmp_path)))[0], saved)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(
         assert "cannot write" in text
         assert "state-00002-00001.safetensors" in text
         of_saves = {file for said, file in warned if said.startswith("an async_save has failed: OSError: cannot write")}
-        assert of_saves == ({saves.__file__} if beside else set()), "that which has called async_save"
+        assert of_saves == ({getfile(Training)} if beside else set()), "that which has called async_save"
         assert names == ["00001-step-0"]
     assert [save.name for save in list_saves(tmp_path)] == ["00001-step-0", "00002-step-1"]
 

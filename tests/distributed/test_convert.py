@@ -18,7 +18,7 @@ from protrain.checkpoint.manifest import find_save
 from protrain.cli.main import main
 from tests.checkpoints import make_counting
 from tests.distributed.pool import on_ranks
-from tests.distributed.saves import FIRST, SECOND, THIRD, Outcome, Run, go_on, make
+from tests.distributed.training import FIRST, SECOND, THIRD, Run, go_on, make
 from tests.engine.harness import assert_same
 
 Saved: TypeAlias = tuple[str, Path, dict[str, Tensor]]
@@ -32,8 +32,8 @@ def saved(
     """The type of a training, a checkpoint that three ranks have saved, and the states that it has."""
     folder = tmp_path_factory.mktemp(request.param)
     run = Run(FIRST, request.param, save=str(folder), before=range(2))
-    outcomes: list[Outcome] = on_ranks(3, go_on, 3, run)
-    return request.param, folder, outcomes[0].saved
+    (states, _), *_ = on_ranks(3, go_on, 3, run)
+    return request.param, folder, states
 
 
 def _load(folder: Path, state: dict[str, Any]) -> None:
@@ -79,10 +79,10 @@ def test_converted_back_it_goes_on_with_the_same_bits(
     assert main(["convert", str(folder), str(tmp_path / "dcp")]) == 0
     assert main(["convert", str(tmp_path / "dcp"), str(back)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "dcp"), str(back / "00001-step-2")]
-    final = go_on(0, 1, Run(THIRD, dtype, load=str(folder), after=range(2, 4))).final
-    for outcome in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4))):
-        assert_same(outcome.saved, expected)
-        assert_same(outcome.final, final)
+    final = go_on(0, 1, Run(THIRD, dtype, load=str(folder), after=range(2, 4)))[1]
+    for loaded, trained in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4))):
+        assert_same(loaded, expected)
+        assert_same(trained, final)
 
 
 def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:

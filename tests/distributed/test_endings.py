@@ -28,9 +28,9 @@ import protrain
 from protrain.distributed import joining, watch
 from protrain.distributed.links import Links
 from tests.distributed.apart import LIMIT_S, Group
-from tests.distributed.saves import Training
 from tests.distributed.test_async_save import held
 from tests.distributed.test_out_of_step import FAULTS, step, train, wrapped
+from tests.distributed.training import Training
 
 WITHIN_S = 10.0  # under the watcher's own times
 Act = Callable[[], object]
