@@ -55,12 +55,6 @@ def test_a_save_of_any_number_of_ranks_loads_on_any_other(
             assert_same(trained, final, where=f"{run.load} to {next_size} ranks, and on")
 
 
-def test_a_save_loads_into_a_training_that_its_first_call_will_plan(tmp_path: Path) -> None:
-    _, final = go_on(0, 1, Run(THIRD, save=str(tmp_path), before=range(1), after=range(1, 2)))
-    for _, trained in on_ranks(2, go_on, 2, Run(None, load=str(tmp_path), before=range(1, 2))):
-        assert_same(trained, final)
-
-
 def save_randoms(rank: int, size: int, folder: str) -> list[float]:
     """Save in the middle of random numbers that differ by rank. Returns those that follow."""
     training = Training(rank, size, THIRD)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import protrain
 from tests.distributed.apart import Group
-from tests.distributed.test_out_of_step import error_of
+from tests.distributed.pool import error_of
 from tests.distributed.training import step
 from tests.engine import residual
 from tests.engine.harness import adamw
@@ -108,7 +107,7 @@ def run_all(rank: int, size: int, folder: Path) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     for number, (name, order) in enumerate(ORDERS.items()):
-        error = error_of(partial(run, order, rank, folder / f"store {number}"))
+        error = error_of(run, order, rank, folder / f"store {number}")
         if dist.is_initialized():
             dist.barrier()  # neither leaves while the other one connects
             dist.destroy_process_group()

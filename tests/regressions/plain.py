@@ -127,6 +127,15 @@ def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2
     return model, optimizer
 
 
+def step(optimizer: Any, loss: Tensor, look: Callable[[], Any] = lambda: None) -> float:
+    """A step, in which the script may ``look`` at something between backward and update. Returns the loss."""
+    loss.backward()
+    look()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> list[float]:
     """The usual loop, clipped. Returns losses and norms."""
     values = []

@@ -15,7 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, same_bits, train, wrapped
+from tests.regressions.plain import (
+    Blocks,
+    adamw,
+    assert_same,
+    both_plans,
+    check,
+    left,
+    rows,
+    same_bits,
+    step,
+    train,
+    wrapped,
+)
 
 both_errors = pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 
@@ -68,9 +80,7 @@ def test_a_backward_after_one_that_failed_adds_to_what_that_has_brought(
         first.backward()
     handle.remove()
     model.zero_grad()
-    second.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer, second)
     return train(model, optimizer)
 
 
@@ -79,23 +89,18 @@ def test_a_backward_after_one_that_failed_adds_to_what_that_has_brought(
 def test_updates_inside_backward_go_on_after_one_that_failed(plan: str, error: type[BaseException]) -> None:
     """With step_during_backward=True a backward that had failed made the next one leave out updates."""
 
-    def step(model: nn.Module, optimizer: Any, seed: int) -> None:
-        model(rows(seed)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     found = []
     for fails in (False, True):
         model, optimizer = wrapped(plan, step_during_backward=True)
-        step(model, optimizer, 0)
+        step(optimizer, model(rows()).square().mean())
         if fails:  # before any update
             handle = model.get_submodule("blocks.3").register_full_backward_pre_hook(raising(error))
             with pytest.raises(error):
-                step(model, optimizer, 1)
+                step(optimizer, model(rows(1)).square().mean())
             handle.remove()
             optimizer.zero_grad()
         for seed in (2, 3):
-            step(model, optimizer, seed)
+            step(optimizer, model(rows(seed)).square().mean())
         found.append(left(model, optimizer))
     assert_same(*found)
 

@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, same_bits, train, wrapped
+from tests.regressions.plain import (
+    Blocks,
+    adamw,
+    assert_same,
+    both_plans,
+    check,
+    left,
+    rows,
+    same_bits,
+    step,
+    train,
+    wrapped,
+)
 from tests.tiny_models import VOCABULARY, tiny
 
 transformers = pytest.importorskip("transformers")
@@ -71,9 +83,7 @@ def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(m
             for parameter in trained:
                 parameter.requires_grad_(True)
             losses.append(model(**tokens(seed)).loss)
-        (losses[0] + 2 * losses[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, losses[0] + 2 * losses[1])
         values += [loss.item() for loss in losses]
     return values
 
@@ -97,20 +107,23 @@ def built_empty(base: nn.Module, folder: Path, **options: Any) -> Any:
     return protrain.wrap(model, adamw(model), weights=folder, **settings)[0], lora(base, **options)
 
 
-@pytest.mark.parametrize("whole", ["lm_head", "mlp"])
-def test_modules_that_are_trained_whole_begin_as_the_files_say(whole: str, tmp_path: Path) -> None:
-    """weights= refused models with adapters of peft that have modules_to_save."""
-    model, expected = built_empty(tiny("llama"), tmp_path, modules_to_save=[whole])
-    found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
-    assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
-    assert any("modules_to_save" in name for name in found)
-
-
-def test_experts_that_files_have_one_by_one_are_read(tmp_path: Path) -> None:
-    """weights= refused target_parameters of experts that the files have one by one."""
-    model, expected = built_empty(tiny("mixtral"), tmp_path, target_parameters=["mlp.experts.down_proj"])
-    found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
-    assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
+@pytest.mark.parametrize(
+    ("family", "adapters"),
+    [
+        ("llama", {"modules_to_save": ["lm_head"]}),
+        ("llama", {"modules_to_save": ["mlp"]}),
+        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}),  # which the files have one by one
+    ],
+)
+def test_what_an_adapter_trains_whole_begins_as_the_files_say(
+    family: str, adapters: dict[str, Any], tmp_path: Path
+) -> None:
+    """weights= refused models with adapters of peft that have modules_to_save, or target_parameters of experts."""
+    model, expected = built_empty(tiny(family), tmp_path, **adapters)
+    found, values = (
+        {name: value for name, value in each.state_dict().items() if "lora_" not in name} for each in (model, expected)
+    )
+    assert_same(found, values)
 
 
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
@@ -229,10 +242,7 @@ def test_parts_of_a_wrapped_model_are_called_one_by_one(model: Any, optimizer: A
     values = []
     for seed in range(3):
         loss = model.score(rows(seed)).square().mean() + model["actor"](rows(seed + 5)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
+        values.append(step(optimizer, loss))
     return values
 
 
@@ -258,34 +268,10 @@ def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) 
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model, optimizer = wrapped(plan, Mixed, dtype="bfloat16")
             for seed in range(3):
-                model(rows(seed)).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step(optimizer, model(rows(seed)).float().square().mean())
             return left(model, optimizer)
 
     assert_same(run(plan), run("on the device"))
-
-
-def test_public_names_are_listed_before_the_first_is_used() -> None:
-    """dir(protrain), and so completion in notebooks, listed no public name before the first of them was used."""
-    assert {"wrap", "save_checkpoint", "full_parameters", "AveragedWeights"} <= set(dir(protrain))
-
-
-def test_empty_parameters_have_the_same_values_under_every_plan() -> None:
-    """Random values are those of the modules' initialisers, and zeros of an initialiser are zeros."""
-
-    def zeroed(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
-
-    def make() -> nn.Module:
-        with protrain.empty_parameters():
-            return Blocks().apply(zeroed)
-
-    found, other = (wrapped(plan, make)[0].state_dict() for plan in ("on the device", "offloaded"))
-    assert_same(other, found)
-    assert found["blocks.0.0.weight"].unique().numel() > 100
-    assert not found["blocks.2.2.bias"].any()
 
 
 def test_a_copied_empty_parameter_is_refused_by_name() -> None:

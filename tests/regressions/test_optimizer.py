@@ -21,6 +21,7 @@ from tests.regressions.plain import (
     left,
     rows,
     same_bits,
+    step,
     train,
     whole,
     wrapped,
@@ -101,11 +102,6 @@ def edit(model: nn.Module, optimizer: Any) -> None:
         next(model.parameters()).zero_()
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    model(rows()).square().mean().backward()
-    optimizer.step()
-
-
 @both_plans
 @pytest.mark.parametrize(
     "write",
@@ -113,7 +109,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
         lambda model, optimizer: model.load_state_dict(model.state_dict()),
         lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         edit,
-        step,
+        lambda model, optimizer: step(optimizer, model(rows()).square().mean()),
     ],
     ids=["load weights", "load states", "edit", "step"],
 )
@@ -123,9 +119,7 @@ def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[.
     model, optimizer = wrapped(plan, step_during_backward=inside)
     averaged = protrain.AveragedWeights(model, decay=0.9)
     for seed in range(2):
-        model(rows(seed)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(rows(seed)).square().mean())
         averaged.update()
     before, average = left(model, optimizer), averaged.state_dict()
     with pytest.raises(protrain.MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`"), averaged.applied():

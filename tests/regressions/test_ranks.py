@@ -31,6 +31,7 @@ from tests.regressions.plain import (
     check,
     left,
     rows,
+    step,
     train,
     whole,
     wrapped,
@@ -45,15 +46,6 @@ pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of t
 def loss_of(model: Any, seed: int, count: int = 4) -> Tensor:
     """The loss of a batch of this rank's own."""
     return model(rows(10 * seed + dist.get_rank(), count)).square().mean()
-
-
-def step(optimizer: Any, loss: Tensor, look: Callable[[], Any] = lambda: None) -> float:
-    """A step, in which the script may ``look`` at something between backward and update. Returns the loss."""
-    loss.backward()
-    look()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def contrast(model: Any, optimizer: Any) -> list[float]:
@@ -209,9 +201,7 @@ def with_a_larger_batch(rank: int, tight: bool) -> Any:
     model = make()
     model, optimizer = protrain.wrap(model, adamw(model), example_batch=rows(count=64), progress=False, **options)
     for count in (64, 64 + 8 * rank, 64):
-        model(rows(rank, count)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(rows(rank, count)).square().mean())
     return left(model, optimizer)
 
 

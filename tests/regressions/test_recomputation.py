@@ -23,6 +23,7 @@ from tests.regressions.plain import (
     left,
     rows,
     same_bits,
+    step,
     train,
     wrapped,
 )
@@ -64,11 +65,8 @@ def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: str) 
         first = model(rows())
         for block in model.get_submodule("blocks").children():
             CHANGES[change](block)
-        loss = first.square().mean() + model(rows(1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item(), *train(model, optimizer)]
+        loss = step(optimizer, first.square().mean() + model(rows(1)).square().mean())
+        return [loss, *train(model, optimizer)]
 
     check(script, plan, lambda: Blocks(Adapted))
 
@@ -81,10 +79,7 @@ def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(model: nn.M
     loss = model(rows()).square().mean()
     for handle in handles:
         handle.remove()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item(), *train(model, optimizer)]
+    return [step(optimizer, loss), *train(model, optimizer)]
 
 
 class Averaging(nn.Module):
@@ -119,10 +114,7 @@ def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, opti
     loss = model(rows()).square().mean()
     for name, buffer in model.named_buffers():
         buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return [*values, loss.item(), *train(model, optimizer)]
+    return [*values, step(optimizer, loss), *train(model, optimizer)]
 
 
 class Dropping(nn.Module):
@@ -191,9 +183,7 @@ def steps(model: nn.Module, optimizer: Any) -> list[int]:
     runs = []
     for count in (64, 72, 64):
         Counted.runs = 0
-        model(batch(count)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(batch(count)).square().mean())
         runs.append(Counted.runs)
     return runs
 
