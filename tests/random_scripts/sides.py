@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -36,12 +35,6 @@ class Case:
     narrow: bool = False  # moments in bfloat16
     accumulation: int = 1  # the backwards of a step for which the plan has memory
     late: bool = False  # without an example batch, so that the first call of the model begins the training
-
-    def __str__(self) -> str:
-        marks = f"{' inside' if self.inside else ''}{f' on {self.ranks} ranks' if self.ranks > 1 else ''}"
-        marks += f"{' narrow moments' if self.narrow else ''} accumulation={self.accumulation}"
-        marks += " without an example batch" if self.late else ""
-        return f"{self.model} {self.dtype} {self.spec}{marks}"
 
     def make(self) -> Model:
         """The model, with the same weights each time."""
@@ -88,15 +81,6 @@ class Side:
             rest = lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=10)
             self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warm, rest], milestones=[2])
         self.scheduler.kind = kind
-
-    def hook_accumulated(self, parameter: nn.Parameter) -> Any:
-        """Halve the gradient of a parameter as soon as it is in ``.grad``. Returns the handle of the hook."""
-        return parameter.register_post_accumulate_grad_hook(self.halve_accumulated)
-
-    def halve_accumulated(self, parameter: Any) -> None:
-        """The hook. Some backwards reach a parameter that was frozen after the forward."""
-        if parameter.requires_grad:
-            parameter.grad.mul_(0.5)
 
     def parameter(self, index: int) -> nn.Parameter:
         """In definition order, beginning again after the last."""
@@ -172,17 +156,6 @@ class Wrapped(Side):
             return
         raise AssertionError("a weight could be written")
 
-    def step_with_invalid(self, group: int) -> None:
-        options = self.optimizer.param_groups[group]
-        before, options["lr"] = options["lr"], -1.0
-        try:
-            self.optimizer.step()
-        except (protrain.MisuseError, ValueError):
-            return
-        finally:
-            options["lr"] = before
-        raise AssertionError("the step was made")
-
     def keep(self, how: str, folder: Path) -> None:
         if how == "checkpoint":
             protrain.save_checkpoint(folder, self.model, self.optimizer)
@@ -246,13 +219,6 @@ class Wrapped(Side):
 
     def copy_block(self, source: int, target: int) -> None:
         self.model.blocks[target].load_state_dict(self.model.blocks[source].state_dict())
-
-    def load_what_is_there(self, how: str) -> None:
-        part = self.optimizer if how == "optimizer" else self.model.blocks if how == "blocks" else self.model
-        saved = io.BytesIO()
-        torch.save(part.state_dict(), saved)
-        saved.seek(0)
-        part.load_state_dict(torch.load(saved))
 
     def drop_gradient(self, index: int) -> bool:
         parameter = self.parameter(index)
