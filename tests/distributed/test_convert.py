@@ -89,7 +89,8 @@ def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:
     model: Any
     other: Any
     model, optimizer = make_counting()
-    states = [{"seen": torch.arange(5), 3: ("a", b"b")}, [torch.zeros(0), 1.5]]
+    scale = torch.tensor([float("nan"), -0.0, 3.0]).to(torch.bfloat16)
+    states = [{"seen": torch.arange(5), "scale": scale, 3: ("a", b"b", None, True)}, [torch.tensor(2**40), 1.5]]
     model[0].state, model[1][0].state = states
     protrain.save_checkpoint(tmp_path / "save", model, optimizer, extra={"epoch": 3})
     convert(tmp_path / "save", tmp_path / "dcp")
@@ -102,7 +103,9 @@ def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name
     assert torch.equal(other[0].state["seen"], torch.arange(5))
-    assert other[0].state[3] == ("a", b"b")
+    assert other[0].state["scale"].view(torch.int16).equal(scale.view(torch.int16))
+    assert other[0].state[3] == ("a", b"b", None, True)
+    assert other[1][0].state == states[1]
 
 
 def test_what_is_no_checkpoint_or_damaged_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -56,11 +56,6 @@ def leave() -> None:
     raise SystemExit
 
 
-def call_once_more() -> None:
-    """Make a call that the others do not make."""
-    wrapped()
-
-
 def between_steps(act: Act, folder: Path, *, device: str = "cpu") -> None:
     """Train, and ``act`` before the third step."""
     model, optimizer = wrapped(device=device)
@@ -162,9 +157,6 @@ ENDS = {
         2, 1, and_end_the_group, fail, ERROR + f"rank 1 has raised an exception, while rank 0 .*: {FAILED}"
     ),
     "left": End(2, 1, between_steps, leave, ERROR + "rank 1 has ended, while rank 0 went on to "),
-    "made another call": End(
-        2, 1, between_steps, call_once_more, ERROR + "rank 1 came to .*, while rank 0 came to a forward"
-    ),
     "caught its error": End(
         2, 1, in_a_forward, fail, ERROR + f"rank 1 has raised an exception in a forward, while rank 0 .*: {FAILED}"
     ),

@@ -36,11 +36,6 @@ def its_ddp(model: nn.Module) -> nn.Module:
     return around
 
 
-def in_full_parameters(model: nn.Module) -> nn.Module:
-    with protrain.full_parameters(model):
-        return DistributedDataParallel(model)
-
-
 def sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -71,7 +66,6 @@ ORDERS = {
     "no group": Order("MASTER_ADDR is missing", group="never"),
     "group afterwards": Order(ALONE, group="after wrap"),
     "ddp afterwards": Order(ALONE, after=in_ddp, group="after wrap"),
-    "ddp in full_parameters": Order(ALONE, after=in_full_parameters, group="after wrap"),
     "sharded afterwards": Order(ALONE, after=sharded, group="after wrap"),
     "ddp first": Order("runs inside DistributedDataParallel", before=with_ddp, after=its_ddp),
     "ddp around it": Order("DistributedDataParallel reads it too: do without that", after=in_ddp),

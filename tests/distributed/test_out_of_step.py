@@ -92,10 +92,6 @@ def look(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
         pass
 
 
-def all_reduce(*_: object) -> None:
-    dist.all_reduce(torch.ones(1))
-
-
 def barrier(*_: object) -> None:
     dist.barrier()
 
@@ -112,17 +108,12 @@ FAULTS = {
     "state_dict": Fault(
         CAME + "state_dict(), while OTHERS came to a forward", act=lambda model, optimizer: model.state_dict()
     ),
-    "optimizer's state_dict": Fault(
-        CAME + "the optimizer's state_dict(), while OTHERS came to a forward",
-        act=lambda model, optimizer: optimizer.state_dict(),
-    ),
     "full_parameters": Fault(CAME + "full_parameters(), while OTHERS came to a forward", act=look),
     "hyperparameters": Fault(
         "MisuseError: rank 1 has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.003; beta1 of ",
         act=lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05, betas=(0.8, 0.999)),
     ),
     "barrier": Fault(IS_IN + "barrier(), while OTHERS went on to a forward. All ranks must", act=barrier),
-    "all_reduce": Fault(IS_IN + "all_reduce(), while OTHERS went on to a forward. All", act=all_reduce),
     "an error in forward": Fault(
         RAISED + "a forward, while OTHERS went on to ...: {}",
         "ArithmeticError: forward fails",
@@ -158,7 +149,7 @@ def error_on(rank: int, name: str) -> str:
     fault = FAULTS[name]
     with quick():
         said = error_of(lambda: train(fault.act, **fault.options) if rank == 1 else train())
-    if fault.act in (barrier, all_reduce) and rank != 1:
+    if fault.act is barrier and rank != 1:
         fault.act(None, None)  # in which rank 1 still waits
     return said
 
