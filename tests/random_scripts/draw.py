@@ -65,8 +65,6 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found = [each for each in found if each[0] not in of_one]
         unlike = steps.OF_ONE_PROCESS if case.ranks > 1 else ("weight penalty",)  # which not all ranks refuse
         found = [each for each in found if each[1].get("kind") not in unlike]
-    if case.model == "branching" and case.ranks > 1:  # a rank that does not reach the block fails alone
-        found = [each for each in found if (each[1].get("kind"), each[1].get("block")) != ("weight penalty", 2)]
     if case.ranks > 1:
         found = [each for each in found if each[0] not in _OF_ONE_PROCESS and rng.random() < _share(each[1])]
     if case.late:  # the batch of the first call must be the longest
@@ -77,7 +75,7 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found = [(each, {**options, "size": 8} if "size" in options else options) for each, options in found]
         # Until the first call weights have their own type, and no step is made inside backward. A first call that fails
         # does so in the profile, which changes no buffer.
-        if case.dtype.itemsize < 4 or case.inside or case.model in ("counting", "stateful"):
+        if case.dtype.itemsize < 4 or case.inside or case.model == "stateful":
             found.insert(0, (steps.backward, {"kind": "usual", "seed": 0, "size": 8, "block": 0}))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,6 @@ class Plain(Side):
         """A step whose backward is in ``closure``."""
         closure()
         self.optimizer.step()
-
-    def read_all(self) -> list[Tensor]:
-        """All weights."""
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def load_some(self, weights: dict[str, Tensor]) -> None:
         """Write weights. Elements that stay as they are keep their masters."""
@@ -134,10 +129,6 @@ class Plain(Side):
             norm = norm / o.loss_scale if o.dtype is torch.float16 else norm
             found.append(norm if o.coefficient is None else norm * o.coefficient)
         return found
-
-    def whole(self) -> AbstractContextManager[None]:
-        """A context in which all weights are whole, and frozen ones may be edited."""
-        return nullcontext()
 
     def drop_gradients_of(self, block: int) -> None:
         """Forget the gradients of a block."""

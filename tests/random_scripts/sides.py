@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,15 @@ class Side:
             self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warm, rest], milestones=[2])
         self.scheduler.kind = kind
 
+    def whole(self) -> AbstractContextManager[None]:
+        """A context in which all weights are whole, and frozen ones may be edited."""
+        return nullcontext()
+
+    def read_all(self) -> list[Tensor]:
+        """All weights."""
+        with self.whole():
+            return [parameter.detach().clone() for parameter in self.model.parameters()]
+
     def parameter(self, index: int) -> nn.Parameter:
         """In definition order, beginning again after the last."""
         found = list(self.model.parameters())
@@ -125,10 +134,6 @@ class Wrapped(Side):
 
     def step_with(self, closure: Callable[[], Tensor]) -> None:
         self.optimizer.step(closure)
-
-    def read_all(self) -> list[Tensor]:
-        with protrain.full_parameters(self.model):
-            return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def load_some(self, weights: dict[str, Tensor]) -> None:
         self.model.load_state_dict(weights, strict=False)

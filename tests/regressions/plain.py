@@ -111,7 +111,7 @@ def offloaded(plan: protrain.Plan) -> protrain.Plan:
     return replace(plan, stream=False, keep_attention=False, **changes)
 
 
-def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> tuple[Any, Any]:
+def wrapped(plan: str, /, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> tuple[Any, Any]:
     """``protrain.wrap`` on the CPU. With ``late=True`` the first call of the model begins the training."""
     late, given, batch = options.pop("late", False), options.pop("plans", {}), rows() if batch is None else batch
     options = {"device": "cpu", "device_memory": "4GiB", "host_memory": "4GiB", "progress": False, **options}

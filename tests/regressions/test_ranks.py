@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from tests.regressions.plain import (
     Blocks,
     Plain,
     Script,
-    adamw,
     assert_same,
     both_plans,
     check,
@@ -191,15 +191,10 @@ class Collective(nn.Module):
 
 
 def with_a_larger_batch(rank: int, tight: bool) -> Any:
-
-    def make() -> nn.Module:
-        return Blocks(Collective)
-
-    plan = wrapped(ON_DEVICE, make, rows(count=64))[1].plan
+    make, batch = partial(Blocks, Collective), rows(count=64)
+    plan = wrapped(ON_DEVICE, make, batch)[1].plan
     room_bytes = plan.device_bytes + 4096  # two profiles of a model differ by some bytes; the larger batch needs more
-    options = {"plan": plan, "device": "cpu", "device_memory": room_bytes if tight else "4GiB"}
-    model = make()
-    model, optimizer = protrain.wrap(model, adamw(model), example_batch=rows(count=64), progress=False, **options)
+    model, optimizer = wrapped(ON_DEVICE, make, batch, plan=plan, device_memory=room_bytes if tight else "4GiB")
     for count in (64, 64 + 8 * rank, 64):
         step(optimizer, model(rows(rank, count)).square().mean())
     return left(model, optimizer)
