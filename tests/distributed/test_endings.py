@@ -165,7 +165,7 @@ ENDS = {
         1,
         in_the_profile,
         fail,
-        f"^The ranks are out of step: .*rank 1 has raised an exception in protrain.wrap: {FAILED}",
+        f"^The ranks are out of step: .*rank 1 has raised an exception in protrain.wrap.*: {FAILED}",
     ),
     "killed before it has a group": End(2, 1, partial(at_start, 0), die, DIED.format(1)),
     "killed before the last": End(3, 2, partial(at_start, 3), die, DIED.format(2)),
