@@ -20,36 +20,6 @@ def saves(folder: Path) -> list[str]:
     return sorted(path.name[:5] for path in folder.iterdir())
 
 
-@both_plans
-@pytest.mark.parametrize("late", [False, True])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(plan: str, late: bool, tmp_path: Path) -> None:
-    """A load restores weights, states, random numbers and scheduler exactly, under another plan as well."""
-
-    def begin(plan: str, late: bool = False) -> Any:
-        model, optimizer = wrapped(plan, lambda: nn.Sequential(nn.Dropout(0.2), *made()), late=late)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    def made() -> list[nn.Module]:
-        torch.manual_seed(0)
-        return [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)]
-
-    def go_on(model: nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
-        values = []
-        for seed in range(2):
-            values += train(model, optimizer, 1, seed=seed)
-            scheduler.step()
-        return values
-
-    run = begin(ON_DEVICE)
-    go_on(*run)
-    protrain.save_checkpoint(tmp_path, *run[:2], scheduler=run[2], extra={"epoch": 3})
-    expected, resumed = go_on(*run), begin(plan, late)
-    torch.manual_seed(99)
-    assert protrain.load_checkpoint(tmp_path, *resumed[:2], scheduler=resumed[2]) == {"epoch": 3}
-    assert go_on(*resumed) == expected
-    assert_same(left(*resumed[:2]), left(*run[:2]))
-
-
 READS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "the model's state": lambda model, optimizer: model.state_dict(),
     "the optimizer's state": lambda model, optimizer: optimizer.state_dict(),

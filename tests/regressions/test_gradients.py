@@ -77,18 +77,6 @@ def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(model: nn.
     return found
 
 
-@same_bits()
-def test_a_gradient_penalty_trains(model: nn.Module, optimizer: Any) -> list[float]:
-    """A loss that holds a gradient: its second derivatives are those of the plain loop."""
-    values = []
-    for seed in range(2):
-        x = rows(seed).requires_grad_()
-        loss = model(x).square().mean()
-        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
-        values.append(step(optimizer, loss + gradient.square().sum()))
-    return values
-
-
 @same_bits(lambda: Blocks(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())))
 def test_a_batch_of_gradients_is_taken_through_dropout(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """is_grads_batched=True and torch.func.vmap failed where a recomputed block draws random numbers."""

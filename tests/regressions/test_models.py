@@ -56,13 +56,6 @@ def learn(model: nn.Module, optimizer: Any) -> list[float]:
 FEW = {"batch": tokens(), "chunked_loss": False, "n_buffer": 3}
 
 
-@both_plans
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_language_model_has_the_bits_of_the_plain_loop(plan: str, tied: bool) -> None:
-    """Tied weights are one parameter, whose gradient comes from both ends."""
-    check(learn, plan, lambda: tiny("llama", tie_word_embeddings=tied), **FEW)
-
-
 def adapted() -> nn.Module:
     model = lora(tiny("llama"))
     model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))

@@ -39,18 +39,6 @@ def test_what_is_frozen_in_the_first_call_is_trained_later(model: nn.Module, opt
     return values
 
 
-@same_bits()
-def test_a_schedule_counts_in_the_step_that_follows(model: nn.Module, optimizer: Any) -> list[float]:
-    """param_groups are live: a scheduler, and a value that a script sets in one group."""
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
-    values = []
-    for seed in range(4):
-        values += train(model, optimizer, 1, seed=seed)
-        scheduler.step()
-        optimizer.param_groups[0]["weight_decay"] += 0.1
-    return values
-
-
 @both_plans
 def test_moments_are_not_looked_for_where_there_are_none(plan: str) -> None:
     """optimizer.state raises, where a script would find nothing and change nothing."""
