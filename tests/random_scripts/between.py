@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.engine.harness import Spec, states
 from tests.random_scripts.models import WIDTH, Adapter, batch
-from tests.random_scripts.steps import scoring
 
 HOOKS = (
     "forward",
@@ -84,12 +83,6 @@ def read(side: Any, index: int) -> list[Any]:
 
 def set_mode(side: Any, block: int | None, train: bool) -> None:
     (side.model if block is None else side.model.blocks[block]).train(train)
-
-
-def score(side: Any, seed: int, size: int) -> list[Any]:
-    """A model with a head calls it, which the training does not."""
-    with torch.no_grad(), scoring(side.model):
-        return [side.model(batch(seed, size)).clone()]
 
 
 def generate(side: Any, seed: int, inference: bool) -> list[Any]:

@@ -18,7 +18,7 @@ WITH_A_BATCH = frozenset(
         *(steps.backward_to_weight, steps.forward_alone, steps.forward_for_later, steps.forward_for_two),
         *(steps.backward_of_pending, steps.drop_pending, steps.clip_unless_finite, steps.fail),
         *(steps.gradient_of_input, steps.gradient_of_weight),
-        *(between.evaluate, between.evaluate_block, between.score, between.generate),
+        *(between.evaluate, between.evaluate_block, between.generate),
     }
 )
 WITH_A_FOLDER = frozenset({between.resume, "keep"})
@@ -150,7 +150,6 @@ def _other(rng: random.Random) -> Action:
         [
             (between.evaluate, {"seed": 7, "size": size, "inference": half, "train": rng.random() < 0.3}),
             (between.evaluate_block, {"block": block, "seed": 4}),
-            (between.score, {"seed": 5, "size": size}),
             (between.generate, {"seed": 5, "inference": half}),
             (between.read, {"index": index}),
             ("read_all", {}),

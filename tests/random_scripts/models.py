@@ -22,19 +22,6 @@ class Tied(Model):
         return self.leave(x) + nn.functional.linear(x, self.enter.weight.t()).sum(-1, keepdim=True)
 
 
-class Headed(Model):
-    """Its usual output takes the weight of its head, and its scores come from a call of the head."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__(width, depth)
-        self.head = nn.Linear(4, 4)
-        self.scores = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return self.head(x) if self.scores else nn.functional.linear(x, self.head.weight)
-
-
 class Routed(Model):
     """Each batch takes a way of its own through blocks, two of which share a layer. One weight belongs to no layer."""
 
@@ -122,7 +109,6 @@ OF_ONE_PROCESS = frozenset({"stateful"})  # every rank has buffers of its own
 MODELS: dict[str, Callable[[int, int], Model]] = {
     "residual": Model,
     "tied": Tied,
-    "headed": Headed,
     "routed": Routed,
     "stateful": Stateful,
     "adapted": Adapted,

@@ -6,8 +6,7 @@ list of values or one or none, both sides must agree on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ OF_ONE_PROCESS = (
     "by hand",
     "weight penalty",
 )
-_MORE = "block", "autocast", "penalty", "both", "scores", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
+_MORE = "block", "autocast", "penalty", "both", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
 KINDS = (*_OFTEN, *_MORE, *OF_ONE_PROCESS)
 
 
@@ -47,16 +46,6 @@ def square(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-@contextmanager
-def scoring(model: Any) -> Iterator[None]:
-    """A context in which a model with a head calls it."""
-    model.scores = True
-    try:
-        yield
-    finally:
-        model.scores = False
-
-
 def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block: int = 0, **_: Any) -> Tensor:
     """A loss of one of the kinds that scripts have."""
     x, dtype = batch(seed, size), model.leave.weight.dtype
@@ -65,9 +54,6 @@ def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block:
         return square(output) + output.float().abs().sum() * 0.01
     if kind == "huge":  # in float16 its gradients overflow
         return square(model(x)) * 1e6
-    if kind == "scores":
-        with scoring(model):
-            return square(model(x))
     if kind == "two":
         return square(model(x)) + square(model(x.flip(0))) * 0.5
     if kind == "part":
