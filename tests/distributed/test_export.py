@@ -15,22 +15,18 @@ import protrain.checkpoint.export as exporting
 from protrain.cli import trained
 from protrain.cli.main import main
 from tests.distributed.pool import import_in_pools, on_ranks
-from tests.distributed.test_bits import SPECS, batches
-from tests.distributed.training import step
-from tests.engine.harness import adamw, assert_same, wrap_under
+from tests.distributed.test_bits import SPECS, of_family
+from tests.distributed.training import Training, step
+from tests.engine.harness import assert_same
 from tests.tiny_models import tiny
 
 FILE_BYTES = 20_000  # so that the small model makes several files
 
 
 def _trained(rank: int, size: int) -> tuple[Any, Any]:
-    model = tiny("llama")
-    own = batches(2 * size)[rank::size]
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "world_size": size, "gradient_reduction": "sum"}
-    model, optimizer = wrap_under(SPECS[2], model, adamw(model), own[0], **how)
-    for batch in own:
-        step(model, optimizer, batch)
-    return model, optimizer
+    training = Training(rank, size, SPECS[2], **of_family("llama", dtype="bfloat16", micro_batches=size))
+    training.train(range(2))
+    return training.model, training.optimizer
 
 
 def export_and_save(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], list[str]]:
