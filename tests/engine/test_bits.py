@@ -15,7 +15,6 @@ import protrain
 from tests.engine import residual
 from tests.engine.families import language, make_of_transformers
 from tests.engine.harness import (
-    NONE,
     PLANS,
     Batch,
     Loop,
@@ -92,7 +91,7 @@ def test_backward_finds_weights_in_another_buffer_than_forward_did(device: torch
             default_loss(model, (batch[0][:4],))
         return found
 
-    loop, spec = Loop(max_norm=1.0, loss=loss), Spec("none", "middle", (NONE,))
+    loop, spec = Loop(max_norm=1.0, loss=loss), Spec("none", "middle", "n")
     check_equal_to_plain(residual.make, residual.batches(2), device=device, run=loop.run, specs=(spec,))
 
 

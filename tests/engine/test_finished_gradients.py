@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from protrain.engine.updates.host_updates import Window
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, Trainer, check_equal_to_plain, default_loss
+from tests.engine.harness import Batch, Loop, Spec, Trainer, check_equal_to_plain, default_loss
 from tests.engine.test_streamed_updates import first_possible
 
 STEPS = 3
@@ -188,18 +188,18 @@ def test_rounding_matters_and_each_case_is_what_it_says(case: Case) -> None:
     assert all(moved)
 
 
-ALL, NO = Spec("all", "least", (NONE,)), Spec("none", "least", (CKPT, NONE))
+ALL, NO = Spec("all", "least", "n"), Spec("none", "least", "cn")
 INSIDE = "inside"  # where updates run in the last backward of a step
 WAYS: dict[str, Spec] = {
     "device": ALL,
     "host": NO,
     "sums-on-device": replace(NO, sums=True),
-    "some": Spec("some", "least", (NONE,), small=True),
-    "speculative": Spec("none", "least", (CKPT,), speculate=True),
-    "speculative-sums-on-device": Spec("none", "least", (CKPT,), speculate=True, sums=True),
-    "speculative-weights": Spec("none", "least", (NONE,), small=True, speculate=True, weights=True),
-    "streamed": Spec("none", "least", (CKPT,), small=True, stream=True),
-    INSIDE: Spec("some", "least", (NONE,), small=True),
+    "some": Spec("some", "least", "n", small=True),
+    "speculative": Spec("none", "least", "c", speculate=True),
+    "speculative-sums-on-device": Spec("none", "least", "c", speculate=True, sums=True),
+    "speculative-weights": Spec("none", "least", "n", small=True, speculate=True, weights=True),
+    "streamed": Spec("none", "least", "c", small=True, stream=True),
+    INSIDE: Spec("some", "least", "n", small=True),
 }
 
 

@@ -12,22 +12,11 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import BudgetError
 from tests.engine import residual
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    FEW_PLANS,
-    NONE,
-    SWAP,
-    Batch,
-    Spec,
-    check_equal_to_plain,
-    default_loss,
-    unharmed,
-)
+from tests.engine.harness import FEW_PLANS, Batch, Spec, check_equal_to_plain, default_loss, unharmed
 from tests.engine.residual import Block, Model, batches
 
-MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
-MODES.append(Spec("none", "least", (SWAP,), small=True, packed=True))
+MODES = [Spec("none", "least", mode, small=True) for mode in "ncsi"]
+MODES.append(Spec("none", "least", "s", small=True, packed=True))
 
 
 class Forces(Model):
@@ -124,14 +113,14 @@ class Throughs(Chain):
 
 
 # Of blocks that compute gradients every mode meets a copy and none, a graph and none, in one half of the combinations.
-OWN = [*MODES, Spec("all", "least", (CKPT,))]
+OWN = [*MODES, Spec("all", "least", "c")]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Spec]]] = {
     "forces": (Forces, FEW_PLANS),
     "forces without a graph": (partial(Forces, graph=False), FEW_PLANS[::2]),
     "of parameters": (partial(OfParameters, 48, 3), FEW_PLANS),
     "in the head": (partial(WithHead, graph=True), FEW_PLANS),
     # The head holds its weights while the backward that it runs needs those of the blocks.
-    "in the head without a graph": (partial(WithHead, graph=False), [*MODES, Spec("none", "least", (NONE,))]),
+    "in the head without a graph": (partial(WithHead, graph=False), [*MODES, Spec("none", "least", "n")]),
     **{
         f"in blocks, {copy=}, {graph=}": (partial(Chain, partial(OwnGradient, copy=copy, graph=graph)), specs)
         for copy, graph, specs in (
@@ -175,7 +164,7 @@ def leave_device_thread_behind(device: torch.device) -> None:
 
 
 def test_weights_that_they_hold_are_counted() -> None:
-    spec, data = Spec("none", "least", (NONE,)), batches(3)
+    spec, data = Spec("none", "least", "n"), batches(3)
     with unharmed(spec, partial(residual.make, 128), data, tight=True) as (model, optimizer):
         with pytest.raises(BudgetError, match=r"simulated device is full.*allow more device_memory"):
             of_inputs(model, data[0])

@@ -13,26 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain.forward.dispatch import is_attention
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Batch,
-    Spec,
-    adamw,
-    check_equal_to_plain,
-    default_loss,
-    generate_no_code,
-    wrap_under,
-)
+from tests.engine.harness import Batch, Spec, adamw, check_equal_to_plain, default_loss, generate_no_code, wrap_under
 
 HEADS, HEAD_SIZE, SEQUENCE, DEPTH = 2, 16, 32, 3
 WIDTH = HEADS * HEAD_SIZE
 KEEPING = (
-    Spec("all", "least", (CKPT,), attention=True),
-    Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
-    Spec("some", "least", (CKPT_SWAP, SWAP, NONE), attention=True),
+    Spec("all", "least", "c", attention=True),
+    Spec("none", "least", "i", small=True, attention=True),
+    Spec("some", "least", "isn", attention=True),
 )
 
 
@@ -108,7 +96,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
         generate_no_code(monkeypatch)
     torch._dynamo.reset()
     found = {}
-    for modes in ((CKPT,), (CKPT_SWAP,), (NONE,)):
+    for modes in "cin":
         for attention in (False, True):
             model = Rows(repeats=2)
             spec = Spec("none", "least", modes, attention=attention)
@@ -116,11 +104,11 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
                 spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
             )
             assert optimizer.plan.keep_attention == attention
-            found[modes[0].value, attention] = computed(wrapped, rows()[0])
+            found[modes, attention] = computed(wrapped, rows()[0])
     torch._dynamo.reset()
     twice, once = 2 * 2 * DEPTH, 2 * DEPTH
-    modes_found = {name: [found[name, False], found[name, True]] for name in ("ckpt", "ckpt_swap", "none")}
-    assert modes_found == {"ckpt": [twice, once], "ckpt_swap": [twice, once], "none": [once, once]}
+    modes_found = {name: [found[name, False], found[name, True]] for name in "cin"}
+    assert modes_found == {"c": [twice, once], "i": [twice, once], "n": [once, once]}
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,12 @@ from torch._dynamo.utils import counters
 import protrain
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler.blocks import find_blocks
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Loop,
-    Spec,
-    adamw,
-    assert_same,
-    check_equal_to_plain,
-    generate_no_code,
-    wrap_under,
-)
+from tests.engine.harness import Loop, Spec, adamw, assert_same, check_equal_to_plain, generate_no_code, wrap_under
 
 SPECS = (
-    Spec("all", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), speculate=True),
-    Spec("some", "least", (SWAP, CKPT_SWAP, NONE), small=True),
+    Spec("all", "least", "n"),
+    Spec("none", "least", "c", speculate=True),
+    Spec("some", "least", "sin", small=True),
 )
 LOOP = Loop(max_norm=0.5)
 MakeBatch = Callable[..., dict[str, Tensor]]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine import families
-from tests.engine.harness import CKPT, NONE, Batch, Spec, adamw, assert_same, wrap_under
+from tests.engine.harness import Batch, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import rounded
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-SPECS = (Spec("none", "least", (CKPT,)), Spec("some", "middle", (NONE,), small=True), Spec("all", "least", (NONE,)))
+SPECS = (Spec("none", "least", "c"), Spec("some", "middle", "n", small=True), Spec("all", "least", "n"))
 WIDTH, LAYERS = 48, 4
 
 

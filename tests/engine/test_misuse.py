@@ -14,22 +14,10 @@ from torch import Tensor, nn
 
 from protrain.common.errors import BudgetError, MisuseError
 from protrain.engine.streams import CudaStreams
-from tests.engine.harness import (
-    CKPT,
-    FEW_PLANS,
-    NONE,
-    SWAP,
-    Loop,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    states,
-    wrap_under,
-)
+from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make, unharmed, wrapped
 
-OFFLOADED, RESIDENT = Spec("none", "least", (NONE, CKPT, SWAP)), Spec("all", "least", (NONE,))
+OFFLOADED, RESIDENT = Spec("none", "least", "ncs"), Spec("all", "least", "n")
 BOTH = pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
 
 
@@ -86,7 +74,7 @@ def test_a_wrapped_model_stays_where_it_is(spec: Spec) -> None:
         assert model.float() is model
 
 
-@pytest.mark.parametrize("spec", [RESIDENT, Spec("some", "least", (SWAP, CKPT, NONE)), OFFLOADED], ids=str)
+@pytest.mark.parametrize("spec", [RESIDENT, Spec("some", "least", "scn"), OFFLOADED], ids=str)
 def test_backward_after_step_is_refused(spec: Spec) -> None:
     model, optimizer = wrapped(spec)
     loss = default_loss(model, batches()[0])
@@ -117,7 +105,7 @@ def test_a_step_in_the_middle_of_a_blocks_backward_is_refused() -> None:
 def test_forward_and_step_on_another_stream_are_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for misused in (False, True):
-        model, optimizer = wrapped(Spec("none", "least", (CKPT,)), device=device)
+        model, optimizer = wrapped(Spec("none", "least", "c"), device=device)
         streams = optimizer._engine.streams
         if not isinstance(streams, CudaStreams):  # as if it were
             named = CudaStreams.__new__(CudaStreams)
@@ -156,7 +144,7 @@ def test_backward_alone_may_be_called_on_another_stream(inside: bool) -> None:
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         model = make(width=1024)
         wrapped, optimizer = wrap_under(
-            Spec("some", "least", (CKPT,)), model, adamw(model), batches()[0], device=cuda, step_during_backward=inside
+            Spec("some", "least", "c"), model, adamw(model), batches()[0], device=cuda, step_during_backward=inside
         )
         for batch in batches():
             torch.manual_seed(1)
@@ -192,7 +180,7 @@ def test_without_memory_for_it_a_larger_batch_is_refused_and_a_smaller_one_train
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]]
 ) -> None:
     model = tiny_model("llama")
-    spec = Spec("none", "least", (CKPT,))
+    spec = Spec("none", "least", "c")
     model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), tight=True)
     for sizes in ({"batch": 3}, {"sequence": 17}, {"batch": 1, "sequence": 32}):
         larger = tiny_batch(**sizes)
@@ -210,11 +198,11 @@ def test_without_memory_for_it_a_larger_batch_is_refused_and_a_smaller_one_train
 
 @pytest.mark.parametrize(
     ("mode", "words"),
-    [(NONE, "simulated device is full"), (CKPT, "simulated device is full"), (SWAP, "no host memory to swap another")],
+    [("n", "simulated device is full"), ("c", "simulated device is full"), ("s", "no host memory to swap another")],
 )
 def test_more_forwards_than_there_is_room_for(mode: Any, words: str) -> None:
-    options: dict[str, Any] = {"tight_host": True} if mode is SWAP else {"tight": True}
-    with unharmed(Spec("none", "least", (mode,)), **options) as (model, _):
+    options: dict[str, Any] = {"tight_host": True} if mode == "s" else {"tight": True}
+    with unharmed(Spec("none", "least", mode), **options) as (model, _):
         losses: list[Tensor] = []
         with pytest.raises(BudgetError, match=rf"{words}.*call backward\(\) before the next"):
             losses.extend(default_loss(model, batches()[0]) for _ in range(200))

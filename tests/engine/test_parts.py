@@ -14,7 +14,6 @@ import torch
 
 from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.states.arena import Arena
-from protrain.planning.plan import BlockMode
 from tests.engine import residual
 from tests.engine.harness import Spec, adamw, default_loss, wrap_under
 
@@ -88,7 +87,7 @@ def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
 
 
 CUDA = torch.device("cuda")
-SPEC = Spec("none", "all", (BlockMode.NONE,))
+SPEC = Spec("none", "all", "n")
 
 
 class Driver:

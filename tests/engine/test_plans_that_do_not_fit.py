@@ -22,7 +22,7 @@ from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
 from protrain.profiler.trace import profile
-from tests.engine.harness import CKPT, Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
+from tests.engine.harness import Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 from tests.engine.refusing import refused
 
 
@@ -101,7 +101,7 @@ def test_the_smaller_batch_of_a_plan_error_fits() -> None:
 @pytest.fixture
 def plan(tiny_model: Callable[..., nn.Module], batch: Batch) -> Plan:
     model = tiny_model("llama")
-    spec = Spec("some", "all", (CKPT,))
+    spec = Spec("some", "all", "c")
     return wrap_under(spec, model, adamw(model), batch)[1].plan
 
 

@@ -15,23 +15,11 @@ import protrain
 from protrain.common.errors import CheckpointError, MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
-from tests.engine.harness import (
-    CKPT,
-    NONE,
-    SWAP,
-    Batch,
-    Loop,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    states,
-    wrap_under,
-)
+from tests.engine.harness import Batch, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
 
-FIRST = Spec("none", "least", (CKPT, NONE))
-SECOND = Spec("some", "middle", (SWAP, NONE, CKPT), small=True)
-RESIDENT = Spec("all", "least", (NONE,))
+FIRST = Spec("none", "least", "cn")
+SECOND = Spec("some", "middle", "snc", small=True)
+RESIDENT = Spec("all", "least", "n")
 SPECS = (FIRST, SECOND, RESIDENT)
 LOOP = Loop(max_norm=0.5, scheduler=False)
 Make = Callable[..., tuple[Any, ProTrainOptimizer]]

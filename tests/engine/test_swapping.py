@@ -18,26 +18,13 @@ from protrain.engine.gradients import reduction
 from protrain.engine.states import parameter_state
 from protrain.engine.streams import Streams, streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Batch,
-    Spec,
-    adamw,
-    check_equal_to_plain,
-    default_loss,
-    wrap_under,
-)
+from tests.engine.harness import Batch, Spec, adamw, check_equal_to_plain, default_loss, wrap_under
 from tests.engine.true_memory import make_batch, make_model, train
 
 CPU = torch.device("cpu")
 WIDTH, DEPTH = 32, 4
-BOTH = [Spec("none", "least", (SWAP,), packed=packed) for packed in (False, True)]
-MIXED = [
-    Spec("some", "least", (SWAP, CKPT, NONE), small=True, speculate=True, packed=packed) for packed in (False, True)
-]
+BOTH = [Spec("none", "least", "s", packed=packed) for packed in (False, True)]
+MIXED = [Spec("some", "least", "scn", small=True, speculate=True, packed=packed) for packed in (False, True)]
 
 
 class Block(nn.Module):
@@ -109,7 +96,7 @@ def copies_of(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> tuple[ProTrainOpti
 def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for packed in (False, True):
-        spec = Spec("all", "least", (SWAP,), packed=packed)
+        spec = Spec("all", "least", "s", packed=packed)
         with monkeypatch.context() as patch:
             optimizer, found[packed] = copies_of(spec, patch)
         plan = optimizer.plan
@@ -146,7 +133,7 @@ def test_on_a_gpu_a_block_is_one_copy_each_way_and_within_the_plan(family: str) 
     device = torch.device("cuda", 0)
     for packed in (False, True):
         model, batch = make_model(family), make_batch()
-        spec = Spec("all", "least", (SWAP,), packed=packed)
+        spec = Spec("all", "least", "s", packed=packed)
         model, optimizer = wrap_under(spec, model, adamw(model), batch, device=device, dtype=torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
         train(model, optimizer, batch, steps=3)
@@ -168,10 +155,10 @@ def test_on_a_gpu_a_block_is_one_copy_each_way_and_within_the_plan(family: str) 
 ROWS, ROW_WIDTH, N_BLOCKS = 64, 32, 6
 INPUT_BYTES = ROWS * ROW_WIDTH * 4
 MOVES = (
-    Spec("all", "least", (CKPT_SWAP,)),
-    Spec("none", "least", (CKPT_SWAP,), small=True),
-    Spec("none", "least", (CKPT_SWAP, CKPT)),
-    Spec("some", "least", (SWAP, CKPT_SWAP, NONE)),
+    Spec("all", "least", "i"),
+    Spec("none", "least", "i", small=True),
+    Spec("none", "least", "ic"),
+    Spec("some", "least", "sin"),
 )
 
 
@@ -243,7 +230,7 @@ def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
 
 
 def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, offloaded: list[int]) -> None:
-    for modes, count in (((CKPT_SWAP,), N_BLOCKS), ((CKPT_SWAP, CKPT), N_BLOCKS // 2), ((CKPT,), 0)):
+    for modes, count in (("i", N_BLOCKS), ("ic", N_BLOCKS // 2), ("c", 0)):
         model = Rows()
         wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
         step(wrapped, optimizer, rows()[0])
