@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain.forward.dispatch import is_attention
+from tests.engine import residual
 from tests.engine.harness import Batch, Spec, adamw, check_equal_to_plain, default_loss, generate_no_code, wrap_under
 
 HEADS, HEAD_SIZE, SEQUENCE, DEPTH = 2, 16, 32, 3
@@ -64,18 +65,8 @@ class Block(nn.Module):
         return x + F.dropout(self.out(query.transpose(1, 2).flatten(2)), self.dropout)
 
 
-class Rows(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(DEPTH))
-        self.leave = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
+def make(**options: Any) -> nn.Module:
+    return residual.make(WIDTH, DEPTH, lambda _: Block(**options))
 
 
 def rows(count: int = 4) -> list[Batch]:
@@ -98,7 +89,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
     found = {}
     for modes in "cin":
         for attention in (False, True):
-            model = Rows(repeats=2)
+            model = make(repeats=2)
             spec = Spec("none", "least", modes, attention=attention)
             wrapped, optimizer = wrap_under(
                 spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
@@ -124,7 +115,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
     ids=str,
 )
 def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    check_equal_to_plain(functools.partial(Rows, **options), rows(2), device=device, dtype=dtype, specs=KEEPING)
+    check_equal_to_plain(functools.partial(make, **options), rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
