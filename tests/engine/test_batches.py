@@ -35,16 +35,10 @@ class Frozen:
     kind: str = field(init=False, default="ring")
 
 
+@dataclass
 class Store:
-    """What keeps the tensors of a batch of graphs."""
-
-    def __init__(self, x: Tensor, edges: Tensor) -> None:
-        self.x, self.edges = x, edges
-
-    def to(self, device: Any) -> Store:
-        """In place."""
-        self.x, self.edges = self.x.to(device), self.edges.to(device)
-        return self
+    x: Tensor
+    edges: Tensor
 
 
 class Stored:
@@ -58,7 +52,7 @@ class Stored:
 
     def to(self, device: Any) -> Stored:
         """In place."""
-        self.store.to(device)
+        self.store.x, self.store.edges = self.x.to(device), self.edges.to(device)
         return self
 
 

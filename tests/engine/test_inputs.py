@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from protrain.engine.inputs import Inputs
 from protrain.engine.streams import Streams, streams_for
-from tests.engine.harness import Loop, Spec, adamw, wrap_under
 
 
 class _Own(Tensor):
@@ -114,34 +113,3 @@ def test_the_thread_does_not_wait_for_what_is_queued() -> None:
     assert not done.query(), "some second"
     for name, tensor in batch.items():
         assert torch.equal(moved[name].cpu(), tensor)
-
-
-class _Gate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) + gate.mean(0))
-
-
-class _Gates(nn.Module):
-    """Each block is given an input of the model as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Gate() for _ in range(3))
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, gate)
-        return x
-
-
-@pytest.mark.parametrize("mode", ["c", "i"])
-def test_batches_that_the_script_keeps_take_nothing_of_a_simulated_device(mode: str) -> None:
-    batches = [(torch.randn(4, 8), torch.randn(1000, 8)) for _ in range(4)]
-    model: nn.Module = _Gates()
-    spec = Spec("none", "least", mode)
-    model, optimizer = wrap_under(spec, model, adamw(model), batches[0], tight=True)
-    assert len(Loop().run(model, optimizer, batches)) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import protrain
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, check_equal_to_plain, states, wrap_under
-from tests.engine.residual import Block, Model, batches, make
+from tests.engine.residual import Model, batches, make
 
 
 def before(block: Any, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -62,20 +61,6 @@ def test_normalised_by_hooks(normalise: Callable[[Any], Any], device: torch.devi
             return Rows(normalise)
 
     check_equal_to_plain(build, batches(2), device=device, specs=FEW_PLANS[1:3])
-
-
-@pytest.mark.parametrize("mode", ["n", "c"])
-def test_a_forward_that_is_replaced_after_wrapping(mode: Any, device: torch.device) -> None:
-    def replaced(model: nn.Module) -> nn.Module:
-        block = model.get_submodule("blocks.1")
-        block.forward = types.MethodType(lambda self, x: Block.forward(self, x) * 2, block)
-        return model
-
-    def replaced_first(model: nn.Module, optimizer: Any, data: Any) -> list[float]:
-        return Loop().run(replaced(model), optimizer, data)
-
-    specs = [Spec("none", "least", mode)]
-    check_equal_to_plain(make, batches(2), run=replaced_first, device=device, specs=specs)
 
 
 # -- checkpointing of the model's own ----------------------------------------------------------------------------------
