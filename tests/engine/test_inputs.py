@@ -84,20 +84,6 @@ def test_other_tensors_are_moved_by_their_own_means(kind: str, monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_a_batch_does_not_take_the_place_of_one_that_is_still_to_be_read() -> None:
-    device = torch.device("cuda", 0)
-    inputs = Inputs(device, streams_for(device))
-    inputs.to_device(torch.zeros(1 << 20))  # compiles
-    torch.cuda.synchronize()
-    work = torch.randn(8192, 8192, device=device)
-    for _ in range(20):
-        work @ work
-    moved = [inputs.to_device(torch.full((1 << 20,), float(index))) for index in range(5)]
-    for index, tensor in enumerate(moved):
-        assert torch.equal(tensor.cpu(), torch.full((1 << 20,), float(index)))
-
-
-@pytest.mark.gpu
 def test_the_thread_does_not_wait_for_what_is_queued() -> None:
     device = torch.device("cuda", 0)
     inputs = Inputs(device, streams_for(device))

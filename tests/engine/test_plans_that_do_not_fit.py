@@ -100,24 +100,6 @@ def test_a_plan_file_that_is_none(model: nn.Module, batch: Batch, text: str | No
     refused(model, adamw(model), batch, words, ValueError, plan=str(tmp_path / "plan.json"))
 
 
-def test_a_plan_of_other_parameters_is_refused(plan: Plan, tiny_model: Callable[..., nn.Module], batch: Batch) -> None:
-    model: Any = tiny_model("llama")
-    one_group = torch.optim.AdamW(model.parameters())
-    shallow: Any = tiny_model("llama")
-    del shallow.model.layers[1:]
-    frozen = tiny_model("llama")
-    next(frozen.parameters()).requires_grad_(False)
-    for other, optimizer, words, options in (
-        (model, adamw(model), "its dtype differs, float32 in place of bfloat16", {"dtype": "bfloat16"}),
-        (model, one_group, "its parameters or their optimizer groups differ", {}),
-        (shallow, adamw(shallow), "it has 3 blocks, this one 1", {}),
-        (frozen, adamw(frozen), "its parameters or their optimizer groups differ", {}),
-    ):
-        refused(
-            other, optimizer, batch, f"another model than LlamaForCausalLM: {words}", ValueError, plan=plan, **options
-        )
-
-
 def test_plans_that_do_not_suit(
     plan: Plan, no_memory_taken: None, tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
 ) -> None:

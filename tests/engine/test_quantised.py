@@ -79,17 +79,6 @@ class Int8(nn.Module):
         return x @ (self.weight.to(x.dtype) * scale).t()
 
 
-class Float64(nn.Module):
-    """Multiplies in float64, which the cast to the type of the other weights would round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) * 0.2, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.double() @ self.weight.t()).to(x.dtype)
-
-
 class Fp8(nn.Module):
     """Tells by the bytes of an element whether its weight is quantised, as layers of transformers do."""
 
@@ -153,7 +142,7 @@ def of_bitsandbytes(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 bitsandbytes_4bit = of_bitsandbytes("Linear4bit", compute_dtype=torch.float32, quant_type="nf4")
 bitsandbytes_8bit = of_bitsandbytes("Linear8bitLt", has_fp16_weights=False)
-KINDS: list[Any] = [Int8, Fp8, Float64, OwnClass, torchao_int8, bitsandbytes_4bit, bitsandbytes_8bit]
+KINDS: list[Any] = [Int8, Fp8, OwnClass, torchao_int8, bitsandbytes_4bit, bitsandbytes_8bit]
 
 
 def adapted(kind: Callable[[], nn.Module], spec: Spec, *, seed: int = 0, **options: Any) -> Any:
