@@ -97,8 +97,8 @@ def _folder_of(name: str) -> Path:
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             raise ValueError(
-                f"{folder} is an adapter and no model: give the model that it was made for, or merge the two, as "
-                "`protrain export RUN FOLDER --merge` does"
+                f"{folder} is an adapter and no model: give the model that it was made for, or merge the two by "
+                "peft's merge_and_unload"
             )
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
     return folder
