@@ -40,7 +40,7 @@ from protrain.checkpoint.manifest import (
     verify_bytes,
 )
 from protrain.checkpoint.parameter_files import BESIDE, BUFFERS, saved_parameters
-from protrain.checkpoint.saving import begin_save, finish_save
+from protrain.checkpoint.saving import write_save
 from protrain.checkpoint.tensor_files import complete_folder, open_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
@@ -139,8 +139,7 @@ def _from_dcp(source: Path, root: Path) -> Path:
             yield name, Part(shape, slice(0, shape.numel()), states)
 
     others = dict(zip(own["others"], load([_other_key(key) for key in own["others"]]), strict=True))
-    save = begin_save(root, 1, [], Ranks(None), lambda: (own["manifest"], others))
-    return finish_save(save, parts(), Ranks(None))
+    return write_save(root, (own["manifest"], others), parts(), Ranks(None), [], 1)
 
 
 def _room_for(entry: Any) -> Tensor | None:
