@@ -71,22 +71,11 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     return LoadedModel(model=model, folder=None, sequence=shape.sequence)
 
 
-def fit_positions(loaded: LoadedModel, sequence: int) -> None:
-    """Let the model train on ``sequence`` tokens, if it has that many positions or can compute them.
-
-    Unscaled rotary positions are computed, and need no table that ends. The configuration's number of positions is then
-    only what a released model was trained with, and random weights were not trained.
-
-    Raises:
-        ValueError: the model has fewer positions.
-    """
-    config, positions = loaded.config, loaded.positions
-    if positions is None or sequence <= positions:
-        return
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if loaded.folder is not None or rotary.get("rope_type") != "default":
+def check_positions(loaded: LoadedModel, sequence: int) -> None:
+    """Raise a ValueError unless the model has positions for ``sequence`` tokens, or computes them, as rotary ones."""
+    positions = loaded.positions
+    if positions is not None and sequence > positions and not getattr(loaded.config, "rope_parameters", None):
         raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
-    config.max_position_embeddings = sequence
 
 
 def _folder_of(name: str) -> Path:
