@@ -84,12 +84,7 @@ def _folder_of(name: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{folder} is an adapter and no model: give the model that it was made for, or merge the two by "
-                "peft's merge_and_unload"
-            )
-        raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
+        raise ValueError(f"{folder} holds no config.json: give a folder to which a model was saved, and no adapter")
     return folder
 
 
