@@ -27,7 +27,6 @@ was left behind.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -55,7 +54,7 @@ from protrain.engine.states.parameter_state import Part
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 
-_SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
+_SCRATCH = ".save.tmp"  # the hidden folder in which a save is written, and then one that is deleted
 
 # What the manifest says, and tensors that are of no parameter.
 Contents = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -201,38 +200,29 @@ def write_save(
         ValueError, OSError: as ``save_checkpoint`` does.
     """
     manifest, tensors = contents
-    serial, first = 0, ranks.rank == 0
+    scratch, target, first = root / _SCRATCH, root, ranks.rank == 0
     with ExitStack() as unfinished:
         with raised_on_all(ranks):
             if first:
-                serial = _new_folder(root, unfinished)
-                written = write_tensors(_scratch(root, serial) / BUFFERS, tensors)
+                _begin(root, unfinished)
+                written = write_tensors(scratch / BUFFERS, tensors)
                 manifest["files"] = {BUFFERS: {**written, "parameters": {}}}
-        serial = ranks.all_values(serial)[0]
-        scratch = _scratch(root, serial)
         with raised_on_all(ranks):
-            if not scratch.is_dir():
-                raise OSError(f"cannot write {scratch}: rank 0 has made it, and it is not there on rank {ranks.rank}")
             own = write_parameters(scratch, parts, ranks)
         of_ranks = ranks.all_values(own)
-        manifest["step"] = max(step for _, step in of_ranks)
-        target = root / f"{serial:05d}-step-{manifest['step']}"
         with raised_on_all(ranks):
             if first:
                 for files, _ in of_ranks:
                     manifest["files"] |= files
+                manifest["step"] = max(step for _, step in of_ranks)
                 write_manifest(scratch, manifest)
+                target = root / f"{_next_number(root):05d}-step-{manifest['step']}"
                 put_in_place(scratch, target)
-        with raised_on_all(ranks):
-            if first:
                 of_run.append(target)
-                _delete_all_but([each for each in list_saves(root) if each in of_run], keep)
-    return target
-
-
-def _scratch(root: Path, serial: int) -> Path:
-    """The hidden folder in which a save is written."""
-    return root / f".{serial:05d}.tmp"
+                for old in [each for each in list_saves(root) if each in of_run][:-keep]:
+                    os.rename(old, scratch)  # because a half-deleted save must never look like a save
+                    delete(scratch)
+    return ranks.all_values(target)[0]
 
 
 def _warning_of_errors(write: Callable[[], Path], warn: Callable[[str], None]) -> Path:
@@ -279,11 +269,10 @@ def _contents(
         return manifest, tensors | unmanaged_tensors(model, base_weights(model, base))
 
 
-def _new_folder(root: Path, close: ExitStack) -> int:
-    """Remove what killed saves have left in ``root``, and make the hidden folder of a new one. Returns its number.
+def _begin(root: Path, unfinished: ExitStack) -> None:
+    """Make the hidden folder of a save in ``root``, without what a killed save has left in it.
 
-    Until ``close`` is called, which removes the folder if it is still hidden, no other process can do so there. It
-    would take this save for what a killed one has left.
+    Until ``unfinished`` is closed, which removes the folder if it is still hidden, no other process can do so there.
 
     Raises:
         ValueError: ``root`` is itself a save, so a load from it would not look for others in it.
@@ -292,24 +281,17 @@ def _new_folder(root: Path, close: ExitStack) -> int:
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} is itself a save: give the folder that it is in, {root.absolute().parent}")
     Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
-    close.enter_context(used_alone(root, "give each run a folder of its own"))
-    for leftover in root.glob(".*.tmp"):
-        if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
-            delete(leftover)
-    saves = list_saves(root)
-    serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
-    scratch = _scratch(root, serial)
-    close.callback(shutil.rmtree, scratch, ignore_errors=True)
+    unfinished.enter_context(used_alone(root, "give each run a folder of its own"))
+    scratch = root / _SCRATCH
+    if os.path.lexists(scratch):
+        delete(scratch)
+    unfinished.callback(shutil.rmtree, scratch, ignore_errors=True)
     scratch.mkdir()
-    return serial
 
 
-def _delete_all_but(saves: list[Path], keep: int) -> None:
-    for old in saves[:-keep]:
-        # It is renamed first, because a half-deleted save must never look like a save.
-        doomed = old.with_name(f".{old.name}.tmp")
-        os.rename(old, doomed)
-        delete(doomed)
+def _next_number(root: Path) -> int:
+    saves = list_saves(root)
+    return int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
 
 
 def check_wrapped(model: nn.Module, optimizer: Any) -> None:
