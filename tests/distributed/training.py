@@ -13,13 +13,13 @@ import protrain
 from protrain.common.parameters import DTYPES
 from protrain.forward.chunked_loss import chunk_loss
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, default_loss, seeded, states, wrap_under
+from tests.engine.harness import Loop, Spec, adamw, default_loss, seeded, states, wrap_under
 from tests.engine.plain_loop import prepare_plain
 
-FIRST = Spec("some", "middle", (CKPT, NONE), small=True)
-SECOND = Spec("none", "least", (SWAP, CKPT), speculate=True)
-THIRD = Spec("all", "least", (NONE,))
-FOURTH = Spec("none", "middle", (CKPT,), small=True, stream=True)
+FIRST = Spec("some", "middle", "cn", small=True)
+SECOND = Spec("none", "least", "sc", speculate=True)
+THIRD = Spec("all", "least", "n")
+FOURTH = Spec("none", "middle", "c", small=True, stream=True)
 
 
 def make() -> nn.Module:
