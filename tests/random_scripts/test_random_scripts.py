@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.engine.harness import FEW_PLANS, PLANS, Spec
 from tests.random_scripts import steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
-from tests.random_scripts.draw import Action, told
+from tests.random_scripts.draw import Action
 from tests.random_scripts.models import DEPTH
 from tests.random_scripts.sides import Case, Wrapped
 
@@ -74,21 +72,6 @@ def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(_CASE, script)
     with pytest.raises(DiffersError, match=r"at the end, rank 0: .*enter\.weight differs"):
         compare(_CASE, script[:1])
-
-
-def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused: list[Action] = [(steps.clip, {"max_norm": 1.0}), (steps.backward, _LOSS)]
-    assert compare(_CASE, refused) == [
-        f"0 {told(refused[0])}: MisuseError: clip_grad_norm_() without gradients: call loss.backward() first"
-    ]
-
-    def clip(side: Any, max_norm: float) -> list[Any]:
-        if isinstance(side, Wrapped):
-            side.edit(0, 0.5)
-        return steps.clip(side, max_norm)
-
-    with pytest.raises(DiffersError, match="1 backward"):
-        compare(_CASE, [(clip, {"max_norm": 1.0}), refused[1]])
 
 
 @pytest.mark.parametrize(
