@@ -256,34 +256,26 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return run
 
 
-MEMORY_GROUP = "sys/fs/cgroup/memory/box/memory"
+GROUP, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory/box/memory"  # of version 2, and of version 1
+SAID = {"proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n"}
+NESTED = {
+    "proc/self/cgroup": "0::/outer/inner\n",
+    **{f"{GROUP}/outer/memory.max": str(4 * GIB), f"{GROUP}/outer/memory.current": str(3 * GIB)},
+    f"{GROUP}/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+    **{f"{GROUP}/outer/inner/memory.max": "max\n", f"{GROUP}/outer/inner/memory.current": "7"},
+}
+EARLIER = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
+    **{f"{FIRST}.limit_in_bytes": str(GIB), f"{FIRST}.usage_in_bytes": str(GIB // 4)},
+    f"{FIRST}.stat": "total_inactive_file 0\n",
+}
 
 
 @pytest.mark.parametrize(
     ("files", "available_bytes"),
     [
-        (
-            {
-                "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n",
-                "proc/self/cgroup": "0::/outer/inner\n",
-                "sys/fs/cgroup/outer/memory.max": str(4 * GIB),
-                "sys/fs/cgroup/outer/memory.current": str(3 * GIB),
-                "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
-                "sys/fs/cgroup/outer/inner/memory.max": "max\n",
-                "sys/fs/cgroup/outer/inner/memory.current": "7",
-            },
-            2 * GIB,
-        ),
-        (
-            {
-                "proc/meminfo": "MemAvailable: 8388608 kB\n",
-                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
-                f"{MEMORY_GROUP}.limit_in_bytes": str(GIB),
-                f"{MEMORY_GROUP}.usage_in_bytes": str(GIB // 4),
-                f"{MEMORY_GROUP}.stat": "total_inactive_file 0\n",
-            },
-            GIB - GIB // 4,
-        ),
+        (SAID | NESTED, 2 * GIB),
+        (SAID | EARLIER, GIB - GIB // 4),
         ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, 1024**2),
         ({}, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     ],
@@ -302,16 +294,18 @@ ALLOWED = usable_cores()
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
-        ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/cpu.max": "250000 100000\n"}, 2.5),
+        ({"proc/self/cgroup": "0::/pod/box\n", f"{GROUP}/pod/cpu.max": "250000 100000\n"}, 2.5),
         ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "50000 100000"}, 1),
         ({"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/cpu.max": "max 100000\n"}, ALLOWED),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "99900000 100000\n"}, ALLOWED),
         (
             {
                 "proc/self/cgroup": "9:memory:/box\n5:cpu,cpuacct:/box\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/memory/box/cpu.cfs_quota_us": "100000\n",
+                **{
+                    f"{GROUP}/cpu/box/cpu.cfs_{name}_us": f"{us}\n"
+                    for name, us in (("quota", 200000), ("period", 100000))
+                },
+                f"{GROUP}/memory/box/cpu.cfs_quota_us": "100000\n",
             },
             2,
         ),
