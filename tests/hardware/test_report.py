@@ -147,7 +147,9 @@ def test_memory_is_given_back_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -
 
 PROFILE = replace(
     load("h100"),
-    **{"source": "measured", "driver": "580.1", "torch_version": "2.13.0", "processor": "a processor"},
+    driver="580.1",
+    torch_version="2.13.0",
+    processor="a processor",
     host_adam_threads=14,
     device_copy_gbps=3000.0,
     contention=(Contention(activities=("h2d", "host_adam"), shares=(0.625, 0.5)),),
