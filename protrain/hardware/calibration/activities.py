@@ -292,7 +292,7 @@ def streaming(device: torch.device, chunk: AdamChunk) -> Activity:
     staging = AdamStaging(device)
 
     def update() -> None:
-        streamed_adam(*chunk, _STEP, staging).wait(torch.cuda.current_stream(device))
+        streamed_adam(*chunk, _STEP, staging).wait(staging.api.current_stream(device))
 
     return on_device(update, chunk.weight.numel() / 1e9, device)
 
