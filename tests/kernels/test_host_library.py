@@ -127,7 +127,8 @@ def test_baseline_instructions_give_the_same_bits(
     for nudge in (-0x1001, -0x1000, -0xFFF, -1, 0, 1, 0xFFF, 0x1000, 0x1001):
         master = (bits + nudge).view(torch.float32)
         weight = torch.full((1 << 16,), torch.nan, dtype=torch.float16)
-        adam(weight, master, *torch.zeros(3, 1 << 16), step)
+        exp_avg, exp_avg_sq, grad = torch.zeros(3, 1 << 16)
+        adam(weight, master, exp_avg, exp_avg_sq, grad, step)
         same_bits(weight, master.half())
 
 
