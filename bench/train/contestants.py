@@ -17,6 +17,7 @@ class Kind:
     packages: tuple[str, ...] = ()  # that must be installed
     needs_gpu: bool = False
     several_gpus: bool = False  # whether it runs with more than one here
+    one_process: bool = False  # whether it has one process for all GPUs, not one for each
     is_client: bool = False  # whether it is a client of ProTrain, with its own loop
     sequences: int = 1  # of a row of the batch that pass through the trained model
 
@@ -74,6 +75,8 @@ KINDS = {
         variants=("kept", "unclipped", "narrow", *OWN),
         packages=("pyllmq",),
         needs_gpu=True,
+        several_gpus=True,
+        one_process=True,
     ),
     "loop": _client("a loop"),
     "accelerate": _client("Accelerate", "accelerate"),

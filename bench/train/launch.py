@@ -1,4 +1,4 @@
-"""Starts contestants one after another, each as a process for every GPU.
+"""Starts contestants one after another, each as a process for every GPU or, as LLM.Q, as one for all.
 
 What ends one early (no memory, no time, no package) becomes its outcome.
 """
@@ -50,7 +50,8 @@ def take_part(contestant: Contestant, task: Task, folder: Path, *, limit_s: floa
         job.save(folder / "job.json")
         command = [sys.executable, "-m", "bench.train.worker", str(folder / "job.json"), str(out)]
         log = folder / f"{contestant.name}.log"
-        outcome = supervise(command, contestant, out, log, limit_s=limit_s, gpus=task.gpus)
+        ranks = 1 if KINDS[contestant.kind].one_process else task.gpus
+        outcome = supervise(command, contestant, out, log, limit_s=limit_s, gpus=ranks)
     outcome.save(out)
     return outcome
 

@@ -31,7 +31,7 @@ _TOKENS_OF_LOGITS = 4096  # whose logits are whole at a time: 1.2 GiB with a voc
 
 
 def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
-    """LLM.Q's trainer of one GPU. ValueError for models that it does not have, MemoryError beyond the task's memory."""
+    """LLM.Q's trainer of the task's GPUs. ValueError for models that it lacks, MemoryError beyond the task's memory."""
     task, contestant = job.task, job.contestant
     model = build_model(task)
     config = model.config
@@ -47,7 +47,7 @@ def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     for name, value in chosen.items():
         setattr(options, name, value)
     trainer = pyllmq.LLMQTrainer(
-        ngpu=1,
+        ngpu=task.gpus,
         config=pyllmq.LLamaConfig(
             architecture="qwen2",
             use_qkv_bias=config.model_type == "qwen2",  # without it, it is Llama
@@ -67,6 +67,8 @@ def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         batch_size=task.batch,
         seq_len=task.sequence,
         grad_accum=task.accumulation,
+        memcpy_all_gather=True,  # with several GPUs, as its own script does
+        memcpy_send_recv=True,
     )
     trainer.init_weights()
     taken = _allocated(trainer, "device")
@@ -76,7 +78,7 @@ def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     steps = itertools.count()  # LLM.Q adds 1 for its corrections of the moments
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        for batch in ids.to("cpu", torch.int32).split(task.batch):
+        for batch in ids.to("cpu", torch.int32).split(task.gpus * task.batch):
             targets = nn.functional.pad(batch[:, 1:], (0, 1), value=_NO_TARGET)
             trainer.step(batch.numpy(), targets.numpy())
         done = trainer.update(task.learning_rate, *BETAS, next(steps), WEIGHT_DECAY, limit)
@@ -113,6 +115,7 @@ def options_of(contestant: Contestant, *, tokens: int) -> dict[str, Any]:
         "offload_opt_m": moments,
         "offload_opt_v": moments or "offloadedvariances" in contestant.own,
         "use_cuda_graphs": True,
+        "use_all_to_all_reduce": True,
         "momentum_type": moment_type,
         "variance_type": moment_type,
         "lmhead_chunks": next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= _TOKENS_OF_LOGITS),

@@ -85,7 +85,11 @@ def main() -> int:
 
 def run(job: Job, device: torch.device, out: Path) -> Outcome:
     """Build the contestant, warm up, and time its steps. What is known by then goes to ``out`` on the way."""
-    batches = torch.load(job.tokens)[:, local_rank()].to(device)
+    batches = torch.load(job.tokens)
+    if KINDS[job.contestant.kind].one_process:  # the rows of all GPUs, for one micro-batch after another
+        batches = batches.unflatten(2, (job.task.accumulation, -1)).transpose(1, 2).flatten(1, 3).to(device)
+    else:
+        batches = batches[:, local_rank()].to(device)
     start = time.perf_counter()
     trainer = BUILDERS[job.contestant.kind](job, device, batches[0, : job.task.batch])
     finish(device)
