@@ -234,5 +234,4 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
         matmul_tflops=profile.matmul_tflops * computing,
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
-        flatten_gbps=profile.flatten_gbps and profile.flatten_gbps * memory,
     )

@@ -275,7 +275,7 @@ def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[s
 def test_logits_are_counted_where_the_loss_holds_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], llama_folder: Callable[..., Path]
 ) -> None:
-    model, plans = str(llama_folder(vocab_size=8192, max_position_embeddings=512)), []
+    model, plans = str(llama_folder(words=8192, max_position_embeddings=512)), []
     for options, loss in (([], "chunked loss"), (["--no-chunked-loss"], "whole logits")):
         out = tmp_path / "plan.json"
         argv = ["plan", model, "--hardware", "rtx3090", "--batch", "4", "--sequence", "512", *options]
