@@ -353,6 +353,7 @@ def test_a_picture_of_a_step_is_drawn(more: list[str], tmp_path: Path, capsys: p
         (["--picture", "step.docx"], "--picture: step.docx must end in one of"),
         (["--max-model", "--picture", "step.png"], "--picture goes with a plan or --frontier"),
         (["--max-model", "--frontier"], "not allowed with argument"),
+        (["--step-during-backward", "--dtype", "float16"], "does not work with float16, as `wrap` says: use --dtype"),
     ],
 )
 def test_a_bad_picture_or_mode_is_refused(

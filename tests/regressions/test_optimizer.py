@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import protrain
 from tests.regressions.plain import (
@@ -83,6 +84,68 @@ def test_a_weight_is_clamped_after_every_step(model: nn.Module, optimizer: Any) 
         with whole(weight, optimizer), torch.no_grad():
             weight.clamp_(-0.1, 0.1)
     return values
+
+
+def halve_in_a_list(weight: Tensor) -> None:
+    torch._foreach_mul_([weight], 0.5)
+
+
+def descend_by_a_fused_operation(weight: Tensor) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags: dict[str, Any] = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([weight], [torch.ones(weight.shape)], [], **options, **flags)
+
+
+WRITES = {  # that torch does not count in the versions of what they write to
+    "list": halve_in_a_list,
+    "list of copies": lambda weight: halve_in_a_list(weight.detach()),
+    "fused": descend_by_a_fused_operation,
+}
+
+
+@both_plans
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_under_a_dispatch_mode_is_kept_inside_full_parameters(plan: str, write: Callable[..., None]) -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values, weight = train(model, optimizer, 1), model.get_parameter("blocks.1.2.weight")
+        with whole(weight, optimizer), torch.no_grad(), FlopCounterMode(display=False):
+            write(weight)
+        return values + train(model, optimizer)
+
+    check(script, plan)
+
+
+@both_plans
+@pytest.mark.parametrize(
+    "write", [*WRITES.values(), lambda weight: weight.set_(torch.ones(weight.shape))], ids=[*WRITES, "memory"]
+)
+def test_a_write_under_a_dispatch_mode_is_refused_elsewhere(plan: str, write: Callable[[Any], None]) -> None:
+    """It was lost without a word."""
+    model, optimizer = wrapped(plan)
+    values, weight = train(model, optimizer, 1), model.get_parameter("blocks.1.2.weight")
+    with pytest.raises(protrain.MisuseError, match=r"full_parameters"), torch.no_grad(), FlopCounterMode(display=False):
+        write(weight)
+    assert values + train(model, optimizer, 2, seed=1) == train(*wrapped(plan), 3)
+
+
+@both_plans
+def test_weights_are_replaced_in_inference_mode_where_they_may_be(plan: str) -> None:
+    """It failed with an error of torch, which knows no versions of what is made in inference mode."""
+    model, _ = wrapped(plan)
+    weight = model.get_parameter("blocks.1.2.weight")
+    with torch.inference_mode():
+        assert weight.view(torch.uint8).sum() == weight.detach().clone().view(torch.uint8).sum()
+        weight.data = weight.detach().clone()
+        with pytest.raises(protrain.MisuseError, match=r"data of blocks\.1\.2\.weight was replaced"):
+            weight.data = torch.ones(weight.shape)
+
+
+@same_bits()
+def test_detach_in_place_freezes(model: nn.Module, optimizer: Any) -> list[float]:
+    """It did nothing."""
+    weight = model.get_parameter("blocks.1.2.weight")
+    weight.detach_()
+    return [*train(model, optimizer), float(weight.requires_grad)]
 
 
 def edit(model: nn.Module, optimizer: Any) -> None:
