@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +15,6 @@ import protrain
 from tests.regressions.plain import (
     WIDTH,
     Blocks,
-    Plain,
     adamw,
     assert_same,
     both_plans,
@@ -24,14 +22,11 @@ from tests.regressions.plain import (
     left,
     rows,
     same_bits,
+    step,
     train,
+    whole,
     wrapped,
 )
-
-
-def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
-    """Where a script may write to weights."""
-    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
 
 @same_bits(late=True)
@@ -42,18 +37,6 @@ def test_what_is_frozen_in_the_first_call_is_trained_later(model: nn.Module, opt
     part.requires_grad_(True)
     values += train(model, optimizer)
     assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
-    return values
-
-
-@same_bits()
-def test_a_schedule_counts_in_the_step_that_follows(model: nn.Module, optimizer: Any) -> list[float]:
-    """param_groups are live: a scheduler, and a value that a script sets in one group."""
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
-    values = []
-    for seed in range(4):
-        values += train(model, optimizer, 1, seed=seed)
-        scheduler.step()
-        optimizer.param_groups[0]["weight_decay"] += 0.1
     return values
 
 
@@ -170,11 +153,6 @@ def edit(model: nn.Module, optimizer: Any) -> None:
         next(model.parameters()).zero_()
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    model(rows()).square().mean().backward()
-    optimizer.step()
-
-
 @both_plans
 @pytest.mark.parametrize(
     "write",
@@ -182,7 +160,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
         lambda model, optimizer: model.load_state_dict(model.state_dict()),
         lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         edit,
-        step,
+        lambda model, optimizer: step(optimizer, model(rows()).square().mean()),
     ],
     ids=["load weights", "load states", "edit", "step"],
 )
@@ -192,9 +170,7 @@ def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[.
     model, optimizer = wrapped(plan, step_during_backward=inside)
     averaged = protrain.AveragedWeights(model, decay=0.9)
     for seed in range(2):
-        model(rows(seed)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(rows(seed)).square().mean())
         averaged.update()
     before, average = left(model, optimizer), averaged.state_dict()
     with pytest.raises(protrain.MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`"), averaged.applied():
