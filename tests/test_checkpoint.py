@@ -97,6 +97,15 @@ def test_a_save_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == [earlier]
 
 
+def test_a_folder_that_another_rank_does_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = make_run(0)
+    elsewhere = {"state-00001-00001.safetensors": {"bytes": 1, "crc32": 0, "parameters": {}}}
+    monkeypatch.setattr(saving, "write_parameters", lambda *_: (elsewhere, 0))
+    with pytest.raises(OSError, match=r"state-00001-00001.safetensors in .*: give a folder that all ranks see"):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
 def test_model_and_optimizer_belong_together(tmp_path: Path) -> None:
     model, plain = make_model(0), torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     calls: list[Any] = [

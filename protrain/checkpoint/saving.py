@@ -214,6 +214,9 @@ def write_save(
             if first:
                 for files, _ in of_ranks:
                     manifest["files"] |= files
+                unseen = [name for name in manifest["files"] if not (scratch / name).exists()]
+                if unseen:
+                    raise OSError(f"rank 0 does not see {unseen[0]} in {root}: give a folder that all ranks see")
                 manifest["step"] = max(step for _, step in of_ranks)
                 write_manifest(scratch, manifest)
                 target = root / f"{_next_number(root):05d}-step-{manifest['step']}"

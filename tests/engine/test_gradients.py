@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from protrain.common.errors import MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import FEW_PLANS, Spec, adamw, default_loss, wrap_under
-from tests.engine.residual import batches, make, wrapped
+from tests.engine.residual import Model, batches, make, wrapped
 
 OFFLOADED = Spec("none", "least", "c")
 RESIDENT = Spec("all", "least", "n")
@@ -125,21 +125,14 @@ def clamp(parameter: Tensor) -> None:
     parameter.grad.clamp_(-1e-3, 1e-3)
 
 
-class Shared(nn.Module):
-    """Blocks that use one weight."""
+class Repeating(Model):
+    """A block is called twice, perhaps in reentrant checkpoints."""
 
-    def __init__(self, *, reentrant: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-        for block in self.blocks:
-            block.get_submodule("0").weight = self.blocks[0].get_parameter("0.weight")
-        self.reentrant = reentrant
+    reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
-        for block in self.blocks:
+        for block in (*self.blocks, self.blocks[0]):
             x = checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
         return self.leave(x)
 
@@ -148,9 +141,9 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("spec", [RESIDENT, *FEW_PLANS[:2]], ids=str)
 def test_sums_inside_one_backward_are_refused_where_the_hook_wants_them(spec: Spec, writes: bool) -> None:
     """A reentrant checkpoint is a backward inside the backward: torch calls the hook after each."""
-    model = Shared()
+    model = Repeating(16, 3)
     trained, _ = wrap_under(spec, model, adamw(model), batches()[0])
-    model.reentrant, name, calls = True, "blocks.0.0.weight", []
+    model.reentrant, name, calls = True, "blocks.0.first.weight", []
 
     def hook(parameter: Tensor) -> None:
         calls.append(parameter)

@@ -10,8 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,35 +40,19 @@ from protrain.hardware.profile import RATE_UNITS, Contention, HardwareProfile
 from protrain_kernels import padded
 
 GIB = 1024**3
-ONE_CALIBRATION = pytest.mark.xdist_group("calibration")  # which the tests of one process share
-
-
-@dataclass(frozen=True)
-class Run:
-    profile: HardwareProfile
-    parts: list[tuple[str, float]]
-    threads_restored: bool
-    kept: bool
-
-
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    parts: list[tuple[str, float]] = []
-    cache = tmp_path_factory.mktemp("cache")
-    before = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PROTRAIN_CACHE", str(cache))
-        profile = calibrate("cpu", seconds=0.25, save=False, progress=lambda part, done: parts.append((part, done)))
-    return Run(profile, parts, before == torch.get_num_threads(), (cache / "hardware").exists())
 
 
 def _effort(seconds: float = 30.0, host_gib: float = 64.0, device_gib: float = 64.0) -> Effort:
     return Effort(seconds=seconds, host_room_bytes=int(host_gib * GIB), device_room_bytes=int(device_gib * GIB))
 
 
-@ONE_CALIBRATION
-def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
-    profile = on_cpu.profile
+def test_everything_that_a_cpu_has_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[tuple[str, float]] = []
+    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path))
+    before = torch.get_num_threads()
+    profile = calibrate("cpu", seconds=0.25, save=False, progress=lambda part, done: parts.append((part, done)))
+    assert torch.get_num_threads() == before
+    assert not (tmp_path / "hardware").exists(), "save=False"
     assert (profile.source, profile.device_type, profile.driver) == ("measured", "cpu", "none")
     assert profile.torch_version == torch.__version__
     rates = {name for name, _ in profile.rows() if name.endswith(RATE_UNITS)}
@@ -82,11 +66,9 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     assert {len(group) for group in together} == {2}, "pairs are all that the planner reads"
     # Two activities that each keep a core or more busy can't both go on as if they were alone in every pair.
     assert 0 < min(map(min, together.values())) < 0.95
-    done = [share for _, share in on_cpu.parts]
+    done = [share for _, share in parts]
     assert done == sorted(done)
-    assert (done[0], on_cpu.parts[-1]) == (0.0, ("done", 1.0))
-    assert on_cpu.threads_restored
-    assert not on_cpu.kept, "save=False"
+    assert (done[0], parts[-1]) == (0.0, ("done", 1.0))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan")])

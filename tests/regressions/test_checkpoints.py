@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import protrain
+from tests.distributed.pool import on_ranks
 from tests.regressions.plain import OFFLOADED, ON_DEVICE, assert_same, both_plans, left, rows, train, wrapped
 
 
@@ -160,3 +162,24 @@ def test_a_hook_may_save_and_may_not_load(plan: str, place: str, tmp_path: Path)
     assert_same(left(model, optimizer), before)
     protrain.load_checkpoint(tmp_path, model, optimizer)
     assert_same(left(model, optimizer), before)
+
+
+def save_beyond_the_group(rank: int, folder: Path) -> Any:
+    group = dist.new_group()
+    model, optimizer = wrapped(OFFLOADED, process_group=group)
+    train(model, optimizer)
+    saved = protrain.async_save(folder, model, optimizer)
+    state = left(model, optimizer)
+    dist.destroy_process_group(group)
+    saved.result()
+    return state
+
+
+@pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
+def test_an_async_save_is_written_though_the_group_has_ended(tmp_path: Path) -> None:
+    """An async_save was lost where the script ended the process group before the save was written."""
+    states = on_ranks(2, save_beyond_the_group, tmp_path)
+    model, optimizer = wrapped(ON_DEVICE)
+    protrain.load_checkpoint(tmp_path, model, optimizer)
+    for state in states:
+        assert_same(left(model, optimizer), state)

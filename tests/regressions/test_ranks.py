@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 from torch.distributed.nn.functional import all_gather, all_reduce
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy, linear, normalize
+from torch.utils.checkpoint import checkpoint
 
 import protrain
 from tests.distributed.pool import errors_on, on_ranks
@@ -294,36 +294,60 @@ def sum_without_a_plan(rank: int) -> None:
             model(rows(rank)).square().mean().backward()
 
 
-def two_backwards(rank: int) -> None:
-    model, _ = wrapped(OFFLOADED)
-    for seed in range(2):
-        loss_of(model, seed).backward()
+class Headed(Blocks):
+    """It takes the weight of its head, and does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(super().forward(x), self.head.weight)
 
 
-def two_forwards(rank: int) -> None:
-    model, _ = wrapped(OFFLOADED)
-    (loss_of(model, 0) - 0.5 * loss_of(model, 1)).backward()
-
-
-def a_term_of_weights_first(rank: int) -> None:
-    model, _ = wrapped(OFFLOADED)
+def with_a_term_of_weights_first(model: Any) -> Tensor:
     with protrain.full_parameters(model):
-        term = sum(weight.square().sum() for weight in model.parameters())
-    (term + loss_of(model, 0)).backward()
+        term = torch.stack([weight.square().sum() for weight in model.parameters()]).sum()
+    return term + loss_of(model, 0)
 
 
-AVERAGES: dict[str, Callable[[list[Any]], Any]] = {
-    "all_reduce": lambda gradients: [dist.all_reduce(each) for each in gradients],
-    "all_gather": lambda gradients: dist.all_gather([torch.empty(1)] * 2, gradients[0]),
-    "flatten": _flatten_dense_tensors,  # as older loops do, to send all at once
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = checkpoint(block, x.requires_grad_(), use_reentrant=True)
+    return found
+
+
+def averaged(model: Any, call: Callable[[list[Any]], Any]) -> Tensor:
+    """A script averages gradients itself, as one without DistributedDataParallel does."""
+    loss_of(model, 0).backward()
+    call([parameter.grad for parameter in model.parameters()])
+    return loss_of(model, 0)
+
+
+# losses whose backward both ranks refuse, and what the error says
+LOSSES: dict[str, tuple[Callable[[Any], Tensor], str]] = {
+    "two forwards": (
+        lambda model: loss_of(model, 0) - 0.5 * loss_of(model, 1),
+        "wrap a module whose forward makes all calls of the model",
+    ),
+    "a term of weights first": (with_a_term_of_weights_first, "that is made of weights after the forward"),
+    "the head alone": (lambda model: model.head(model(rows())).sum(), "head was not called in the profiled step"),
+    "a checkpoint behind a block": (
+        lambda model: checkpointed(model.blocks[1], model.blocks[0](rows())).sum(),
+        "a second gradient of ",
+    ),
+    "a checkpoint before a block": (
+        lambda model: model.blocks[1](checkpointed(model.blocks[0], rows())).sum(),
+        "in a checkpoint that is not ProTrain's",
+    ),
+    "all_reduce": (lambda model: averaged(model, lambda gradients: dist.all_reduce(gradients[0])), "all ranks already"),
+    # as older loops do, to send all at once
+    "flatten": (lambda model: averaged(model, _flatten_dense_tensors), "all ranks already"),
 }
 
 
-def average_by(rank: int, how: str) -> None:
-    """A script averages gradients itself, as one without DistributedDataParallel does."""
-    model, _ = wrapped(OFFLOADED)
-    loss_of(model, 0).backward()
-    AVERAGES[how]([parameter.grad for parameter in model.parameters()])
+def backward_of(rank: int, what: str) -> None:
+    model, _ = wrapped(OFFLOADED, Headed)
+    LOSSES[what][0](model).backward()
 
 
 PARTED = r"^MisuseError: rank 1 came to {}, while rank 0 came to step\(\) after clipping"
@@ -340,10 +364,7 @@ REFUSED: dict[str, tuple[Callable[..., object], tuple[Any, ...], str]] = {
     "averages": (average_alone, (), r"rank 0 came to AveragedWeights\.update\(\) with decay=0\.9"),
     "no planned sum": (sum_without_a_plan, (), r"^MisuseError(?=.*no_sync\(\))(?=.*accumulation)"),
     "buffers of different shapes": (with_own_features, (False, 1), "another buffer than rank .*features"),
-    "two backwards": (two_backwards, (), r"pass accumulation=2 or more to protrain\.wrap"),
-    "two forwards": (two_forwards, (), "wrap a module whose forward makes all calls of the model"),
-    "a term of weights first": (a_term_of_weights_first, (), "that is made of weights after the forward"),
-    **{how: (average_by, (how,), "all ranks already") for how in AVERAGES},
+    **{what: (backward_of, (what,), said) for what, (_, said) in LOSSES.items()},
 }
 
 
@@ -376,23 +397,3 @@ def test_a_refused_backward_has_updated_nothing(plan: str) -> None:
     """A backward that was refused in its middle had already updated weights by the gradients of earlier batches."""
     for before, after in on_ranks(2, refused_in_its_middle, plan):
         assert_same(after, before)
-
-
-def save_beyond_the_group(rank: int, folder: Path) -> Any:
-    group = dist.new_group()
-    model, optimizer = wrapped(OFFLOADED, process_group=group)
-    train(model, optimizer)
-    saved = protrain.async_save(folder, model, optimizer)
-    state = left(model, optimizer)
-    dist.destroy_process_group(group)
-    saved.result()
-    return state
-
-
-def test_an_async_save_is_written_though_the_group_has_ended(tmp_path: Path) -> None:
-    """An async_save was lost where the script ended the process group before the save was written."""
-    states = on_ranks(2, save_beyond_the_group, tmp_path)
-    model, optimizer = wrapped(ON_DEVICE)
-    protrain.load_checkpoint(tmp_path, model, optimizer)
-    for state in states:
-        assert_same(left(model, optimizer), state)

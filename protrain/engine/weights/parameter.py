@@ -219,7 +219,7 @@ def memory_error(name: str, what: str) -> MisuseError:
     """The error for ``what``, a method that reads or replaces the memory of the parameter ``name``."""
     return MisuseError(
         f"the memory of {name} cannot be read or replaced ({what}), as it moves in every step: read the values with "
-        "parameter.detach().clone(), or edit them inside `with protrain.full_parameters(model):`"
+        "parameter.detach().clone(), or edit them in place inside `with protrain.full_parameters(model):`"
     )
 
 
