@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from protrain.cli.imports import importing
-from protrain.cli.models import LoadedModel, fit_positions, read_architecture
+from protrain.cli.models import LoadedModel, check_positions, read_architecture
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
@@ -35,19 +35,15 @@ def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], Non
     Measuring takes at most ``device_bytes``.
     """
     loaded, device = _architecture(step), torch.device(step.device_type)
-    if step.batch * (step.sequence or loaded.sequence) * _token_bytes(loaded, step) > device_bytes:
+    embeddings: Any = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    token_bytes = getattr(embeddings, "embedding_dim", 1) * DTYPES[step.dtype].itemsize
+    if step.batch * (step.sequence or loaded.sequence) * token_bytes > device_bytes:
         return None  # before what no plan can hold is made
     model, example, how = _prepared(step, loaded, on_meta=False)
     try:
         return cached_profile(model, example, device=device, device_bytes=device_bytes, show=show, **how)
     except torch.OutOfMemoryError:
         return None
-
-
-def _token_bytes(loaded: LoadedModel, step: ProfiledStep) -> int:
-    """What the embedding of a token takes."""
-    model: Any = loaded.model
-    return int(getattr(model.get_input_embeddings(), "embedding_dim", 1)) * DTYPES[step.dtype].itemsize
 
 
 def counted(step: ProfiledStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:
@@ -95,7 +91,7 @@ def _prepared(
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     """The model with the forwards that it trains with, the arguments of one call, and options of a profile."""
     sequence = step.sequence or loaded.sequence
-    fit_positions(loaded, sequence)
+    check_positions(loaded, sequence)
     ids = torch.zeros(1, 1, dtype=torch.long, device="cpu").expand(step.batch, sequence)
     example = {"input_ids": ids, "labels": ids}
     if step.packing:  # two examples a sequence

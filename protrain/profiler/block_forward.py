@@ -24,7 +24,7 @@ from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.module_state import BlockModules, RandomState
 from protrain.forward.recomputation import Recomputation
-from protrain.profiler.operations import AttentionCall, Operations, allocated_bytes, memory_in, storage_key, storages_in
+from protrain.profiler.operations import Operations, allocated_bytes, memory_in, storage_key, storages_in
 from protrain.profiler.stand_in_weights import StandInWeights, Uses
 
 
@@ -116,11 +116,7 @@ class BlockUse:
     forward_peak_bytes: int = 0
     output_bytes: int = 0
     kept_bytes: int = 0  # what a call that is recomputed keeps beside its inputs
-    flops: int = 0
-    traffic_bytes: int = 0  # bytes moved by what is neither a product nor attention
-    fused_bytes: int = 0  # the same, if the block is compiled
-    collective: bool = False  # whether it has collectives of its own
-    attention: list[AttentionCall] = field(default_factory=list)
+    operations: Operations = field(default_factory=Operations)  # of the eager forward
     # from the storage of an argument that has a grad_fn to its bytes
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     saved_inputs: set[StorageWeakRef] = field(default_factory=set)  # the inputs that autograd saves for the block
@@ -143,9 +139,9 @@ def measure_block(
     """
     eager = eager_of(forward)
     if eager is forward or weights.device.type == "cpu":
-        _measure(use, use, eager, args, kwargs, block, weights)
+        _measure(use, use.operations, eager, args, kwargs, block, weights)
         return eager
-    _measure(BlockUse(), use, eager, args, kwargs, block, weights)
+    _measure(BlockUse(), use.operations, eager, args, kwargs, block, weights)
     with without_own_modes(), _collecting_afterwards():
         _measure(use, None, forward, args, kwargs, block, weights)
     return forward
@@ -179,14 +175,14 @@ def without_own_modes() -> Iterator[None]:
 
 def _measure(
     use: BlockUse,
-    computed: BlockUse | None,
+    operations: Operations | None,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     block: BlockModules,
     weights: StandInWeights,
 ) -> None:
-    """Call ``forward`` with copies of the arguments. Add what it holds to ``use`` and its operations to ``computed``.
+    """Call ``forward`` with copies of the arguments. Add what it holds to ``use``, and count its ``operations``.
 
     Saved tensors are counted by storage, without the arguments, weights and buffers.
     """
@@ -229,10 +225,9 @@ def _measure(
     random_state = RandomState(weights.device, before.generators)
     meter.reset_peak()
     alive_bytes = meter.alive_bytes
-    operations = Operations()
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        nullcontext() if computed is None else operations,
+        nullcontext() if operations is None else operations,
     ):
         output = forward(*args, **kwargs)
     # The graph of a gradient that the block computed itself is gone, with what it saved.
@@ -250,10 +245,5 @@ def _measure(
         for key, size in storages_in([*filter(Tensor.is_floating_point, memory_in(output))]).items()
         if key not in known
     )
-    if computed is not None:
-        operations.write(alive)
-        computed.flops += operations.flops
-        computed.traffic_bytes += operations.traffic_bytes
-        computed.fused_bytes += operations.fused_bytes
-        computed.collective |= operations.collective
-        computed.attention += [call for key, call in operations.attention if key in alive]
+    if operations is not None:
+        operations.forward_ends(alive)

@@ -6,7 +6,7 @@ inside the traced block would need a dispatch mode, whose own overhead distorts 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -148,8 +148,9 @@ class Operations(TorchDispatchMode):
         self.traffic_bytes = 0
         self.fused_bytes = 0
         self.collective = False  # whether one of the operators is a collective of torch.distributed
-        # each with the storage that attention saves for its backward
+        # in the forward that runs, each with the storage that attention saves for its backward
         self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []
+        self.saved_attention: list[AttentionCall] = []  # in all forwards that ended, where autograd saved that storage
         # results of fused operators that were not written to memory yet
         self._unwritten: dict[StorageWeakRef, int] = {}
         self._read: set[StorageWeakRef] = set()
@@ -186,6 +187,14 @@ class Operations(TorchDispatchMode):
     def write(self, keys: Iterable[StorageWeakRef]) -> None:
         """Count the storages ``keys`` as written, because a product reads them or backward needs them."""
         self.fused_bytes += sum(self._unwritten.pop(key, 0) for key in keys)
+
+    def forward_ends(self, saved: Collection[StorageWeakRef]) -> None:
+        """End a forward of which autograd ``saved`` these storages. What runs next reads and writes anew."""
+        self.write(saved)
+        self.saved_attention += [call for key, call in self.attention if key in saved]
+        self.attention.clear()
+        self._unwritten.clear()
+        self._read.clear()
 
 
 def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:

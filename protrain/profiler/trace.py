@@ -170,7 +170,7 @@ def _traced(
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
                 together=together,
             )
-            calls = {call for use in step.blocks.values() for call in use.attention}
+            calls = {call for use in step.blocks.values() for call in use.operations.saved_attention}
             tell("times", "attention alone")
             attention_ms = {call: measured_ms(call, device) for call in calls}
     if any(len(durations) != len(step.segments) for durations in timed):
@@ -290,7 +290,7 @@ def _blocks(
             recompute[segment.block] += recomputation
     kinds: dict[object, list[str]] = {}
     for path, use in step.blocks.items():
-        kinds.setdefault((use.flops, use.saved_bytes, use.saved_tensors, use.output_bytes), []).append(path)
+        kinds.setdefault((use.operations.flops, use.saved_bytes, use.saved_tensors, use.output_bytes), []).append(path)
     for times in (forward, backward, recompute):
         for alike in kinds.values():
             times |= dict.fromkeys(alike, median(times[path] for path in alike))
@@ -313,12 +313,12 @@ def _blocks(
             output_bytes=use.output_bytes,
             forward_ms=forward[path],
             backward_ms=backward[path],
-            forward_flops=use.flops,
-            forward_traffic_bytes=use.fused_bytes if step.compiled else use.traffic_bytes,
-            attention_bytes=min(use.saved_bytes, sum(call.output_bytes for call in use.attention)),
-            attention_flops=sum(call.flops for call in use.attention),
-            attention_ms=sum(attention_ms.get(call, 0.0) for call in use.attention),
-            collective=use.collective,
+            forward_flops=use.operations.flops,
+            forward_traffic_bytes=use.operations.fused_bytes if step.compiled else use.operations.traffic_bytes,
+            attention_bytes=min(use.saved_bytes, sum(call.output_bytes for call in use.operations.saved_attention)),
+            attention_flops=sum(call.flops for call in use.operations.saved_attention),
+            attention_ms=sum(attention_ms.get(call, 0.0) for call in use.operations.saved_attention),
+            collective=use.operations.collective,
         )
         for path, use in step.blocks.items()
     )

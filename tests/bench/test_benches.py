@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -229,9 +230,6 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
             "--float8 --contestants zero3",
             "--float8: zero3 cannot here; protrain, floor, resident",
         ),
-        (run_train, "--contestants fsdp3", "there is no 'fsdp3'; known: protrain"),
-        (run_train, "--contestants protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped, narrow"),
-        (run_train, "--contestants fsdp2,fsdp2", "fsdp2 is there twice"),
         (run_train, "--contestants floor", "floor checkpoints the blocks that protrain does: name that before it"),
         (run_planner, "--read {folder}", "--read: cannot read Results from {folder}/planner.json"),
         (run_train, "--contestants loop --accumulation 2", "--accumulation: loop cannot here; protrain, floor"),
@@ -272,6 +270,18 @@ def test_options_of_protrain_bench_reach_the_benchmark_in_order(monkeypatch: pyt
     main(["bench", "kernels", *options])
     main(["bench", "train", "--help"])
     assert commands == [["pytest", "bench/kernels", *options], ["bench.train", "--help"]]
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_ends_the_benchmarks_of_kernels_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "deeper"
+    command = [sys.executable, "-m", "pytest", "bench/kernels", "--out", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in done.stderr.splitlines() if line] == [
+        f"ERROR: --out: [Errno 20] Not a directory: '{folder}'"
+    ]
 
 
 def test_protrain_bench_says_what_it_lacks(

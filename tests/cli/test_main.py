@@ -60,14 +60,6 @@ def test_a_help_text_fits_into_80_columns(
     assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_a_plan_is_not_made_for_a_cpu_unasked(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, "plan", "llama2-13b")
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert "this machine has no GPU to plan for: name another with --hardware" in err
-    assert "give --device cpu" in err
-
-
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS if command != "train")]
 )
@@ -135,7 +127,7 @@ def test_a_torch_that_cannot_be_imported_is_named(
 @pytest.mark.parametrize("argv", [["calibrate"], ["plan", "tiny"]])
 def test_a_missing_gpu_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, *argv)
-    assert status == 2
+    assert (status, len(err.splitlines())) == (2, 1)
     assert "this machine has no GPU" in err
     assert "give --device cpu for a simulated device" in err
     status, _, err = run(capsys, *argv, "--device", "cuda")
@@ -168,7 +160,6 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert len(lines) == 1, err
     assert lines[0].startswith(f"RuntimeWarning: {tmp_path}/file/cache cannot be written")
     assert "let PROTRAIN_CACHE name a folder that can be" in lines[0]
-    assert "the profile was not kept" in err
 
 
 @pytest.mark.slow
@@ -191,15 +182,6 @@ def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert (status, out, len(err.splitlines())) == (2, "", 1), err
     assert f"{path} is not a hardware profile" in err
     assert "h2d_gbps must be a finite number above 0, not 0.0" in err
-
-
-@pytest.mark.slow
-def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx4090", "--batch", "1", "--json")
-    assert status == 0, err
-    plan = json.loads(text)["plan"]
-    assert plan["device_bytes"] <= 24 * 1024**3
-    assert plan["n_persist"] < plan["n_chunks"]
 
 
 def test_a_gpu_too_full_to_be_measured_is_one_line(

@@ -20,11 +20,13 @@ from protrain.cli.main import main
 from protrain.cli.models import read_architecture
 from protrain.cli.plan_machine import machine_of, other_machines
 from protrain.cli.plan_text import summary_text
+from protrain.common.errors import PlanError
+from protrain.common.tables import format_bytes, format_ms
 from protrain.hardware.shipped import load
-from protrain.planning import Answer, BlockMode, Frontier, Largest, Plan
-from protrain.planning.answer import Job, Machine
-from protrain.planning.timeline import Phase
+from protrain.planning import Answer, Frontier, Largest, Plan, evaluate, explain, search
+from protrain.planning.answer import Job
 from tests.cli.test_plan_timeline import dark_pixels
+from tests.planning.models import make_profile, with_attention
 
 TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]
 TIGHT = ["--device-memory", "150MiB", "--host-memory", "1GiB"]
@@ -139,33 +141,27 @@ def test_whoever_follows_an_advice_gets_its_figures(batch: list[str], capsys: py
 
 
 @pytest.mark.parametrize(
-    ("lacks", "lacks_gib", "options"),
+    ("where", "lacks_gib", "options"),
     [
         ("", 0, {"host_memory": "128GiB", "hardware": "rtx4090", "gpus": 2}),
-        ("host memory", 100, {"host_memory": "192GiB", "hardware": "rtx4090", "gpus": 2}),
-        ("device memory", 4, {"host_memory": "128GiB", "hardware": "rtx5090", "gpus": 2}),
-        ("device memory", 30, {"host_memory": "128GiB", "hardware": "h100", "gpus": 2}),
-        ("device memory", 900, {"host_memory": "128GiB", "hardware": "b200", "gpus": 2}),
+        ("host", 100, {"host_memory": "192GiB", "hardware": "rtx4090", "gpus": 2}),
+        ("GPU", 4, {"host_memory": "128GiB", "hardware": "rtx5090", "gpus": 2}),
+        ("GPU", 30, {"host_memory": "128GiB", "hardware": "h100", "gpus": 2}),
+        ("GPU", 900, {"host_memory": "128GiB", "hardware": "b200", "gpus": 2}),
     ],
 )
-def test_other_machines_have_what_is_lacking(lacks: str, lacks_gib: int, options: dict[str, str | int]) -> None:
+def test_other_machines_have_what_is_lacking(where: str, lacks_gib: int, options: dict[str, str | int]) -> None:
     """The card is the first that is large enough, or the largest there is, in a host with the RAM of this one."""
     args = build_parser("plan").parse_args(["plan", "tiny", "--hardware", "rtx3090"])
-    hardware = machine_of(args)
-    refused = Answer(
-        fits=not lacks,
-        verdict="",
-        lacks=lacks,
-        lacks_bytes=lacks_gib * 1024**3,
-        model="M",
-        parameters=1,
-        trained_parameters=1,
-        n_sequences=1,
-        accumulation=1,
-        tokens_per_step=1,
-        machine=Machine.of(hardware),
-    )
-    ram, card, gpus = [changed for _, changed in other_machines(args, hardware, refused)]
+    hardware, profile = machine_of(args), make_profile()
+    if where:
+        known = hardware.host_bytes if where == "host" else hardware.device_bytes
+        needed = known + lacks_gib * 1024**3
+        why = PlanError(where=where, needed_bytes=needed, available_bytes=known, largest_part="", remedy="")
+        answer = Answer.refused(why, profile, hardware)
+    else:
+        answer = explain(search(profile, hardware), profile, hardware)
+    ram, card, gpus = [changed for _, changed in other_machines(args, hardware, answer)]
     assert card.pop("host_memory") == "64GiB"
     assert ram | card | gpus == options
 
@@ -192,30 +188,14 @@ def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
     assert answer["alternatives"][0]["what"] == "--batch 2048 --accumulation 1"
 
 
-def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
-    given: dict[str, Any] = {"n_persist": 1, "n_buffer": 2, "n_chunks": 4, "n_swap": 0, "n_ckpt": 0, **counts}
-    return Plan(
-        chunk_elements=128,
-        block_modes=modes,
-        model="",
-        tokens=8,
-        device_bytes=2**30,
-        host_bytes=2**30,
-        step_ms=10.0,
-        transient_bytes=0,
-        **given,
-    )
-
-
 @pytest.mark.parametrize(
-    ("modes", "counts", "inside", "words"),
+    ("counts", "inside", "words"),
     [
         (
-            (BlockMode.SWAP, BlockMode.CKPT_SWAP, BlockMode.CKPT, BlockMode.NONE),
-            {"n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 1, "stream": True},
+            {"n_persist": 1, "n_buffer": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 1},
             False,
             (
-                "1 of 4 chunks on the GPU; the weights of the other 3 pass from host memory through 2 buffers and 1 "
+                "1 of 6 chunks on the GPU; the weights of the other 5 pass from host memory through 2 buffers and 1 "
                 "large one updates",
                 "the host does 1 chunk before the norm is known; the GPU helps when the host is late",
                 "of 4 blocks 1 keep theirs, 1 move them to host memory, 2 recompute them (1 of these from inputs in "
@@ -223,62 +203,57 @@ def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
             ),
         ),
         (
-            (BlockMode.CKPT,) * 2,
-            {"n_persist": 3, "n_buffer": 0, "n_ckpt": 2},
+            {"n_persist": 5, "n_buffer": 0, "n_swap": 0, "n_ckpt": 4},
             False,
             (
-                "3 of 4 chunks on the GPU; the weight of the other passes from host memory through 1 large buffer "
-                "activations",
+                "5 of 6 chunks on the GPU; the weight of the other passes from host memory through 1 large buffer "
+                "updates",
             ),
         ),
         (
-            (BlockMode.CKPT,) * 2,
-            {"n_persist": 4, "n_buffer": 0, "n_ckpt": 2, "keep_attention": True},
+            {"n_persist": 6, "n_buffer": 0, "n_swap": 0, "n_ckpt": 4, "keep_attention": True},
             True,
             (
-                "model states all 4 chunks on the GPU",
+                "model states all 6 chunks on the GPU",
                 "updates inside backward",
-                "of 2 blocks 2 recompute them (what attention put out is kept)",
+                "of 4 blocks 4 recompute them (what attention put out is kept)",
             ),
         ),
     ],
 )
-def test_a_plan_is_put_in_words(
-    modes: tuple[BlockMode, ...], counts: dict[str, int | bool], inside: bool, words: tuple[str, ...]
-) -> None:
-    hardware, plan = load("rtx3090"), a_plan(modes, **counts)
-    phase = Phase(name="forward", length_ms=10.0, compute_ms=4.0, waits_ms={"uploads": 6.0}, limit="uploads")
-    works = plan.n_persist < plan.n_chunks
-    why = Answer(
-        fits=True,
-        verdict="fits",
-        model="M",
-        parameters=1,
-        trained_parameters=1,
-        n_sequences=1,
-        accumulation=8,
-        tokens_per_step=64,
-        machine=replace(Machine.of(hardware), device_bytes=2**31, host_bytes=2**32),
-        plan=plan,
-        times_ms={"step on a slower host": 11.0},
-        large_buffers=1,
-        updates_in_backward=inside,
-        phases=(phase,),
-        job=Job(tokens=2 * 10**9, price=0.5),
-        slower_share=0.9 if works else 1.0,
-    )
-    text = " ".join(summary_text(why).split())
+def test_a_plan_is_put_in_words(counts: dict[str, Any], inside: bool, words: tuple[str, ...]) -> None:
+    known = with_attention(make_profile(4), 0.1, 8)
+    large = replace(known.parameters[-1], shape=(4 * known.parameters[-1].numel,))  # more than a chunk
+    profile = replace(known, parameters=(*known.parameters[:-1], large), accumulation=8)
+    hardware = load("h100")
+    size = known.parameters[0].numel
+    plan = evaluate(profile, hardware, **counts, chunk_elements=size, step_during_backward=inside)
+    answer = explain(plan, profile, hardware, step_during_backward=inside)
+    text = " ".join(summary_text(replace(answer, job=Job(tokens=2 * 10**9, price=0.5))).split())
     for line in (
         *words,
-        "step 10 ms, 800 tokens/s (predicted)",
-        "2 B tokens 28.9 days, $347",
-        "batch 1 sequence x 8 a step",
-        "GPU memory 1 GiB of 2 GiB",
-        "host memory 1 GiB of the 4 GiB for training",
-        "limited by uploads; the GPU computes 40% of the step",
+        f"step {format_ms(plan.step_ms)}, {8192 / plan.step_ms * 1e3:,.0f} tokens/s (predicted)",
+        "2 B tokens ",
+        "batch 8 sequences x 8 a step",
+        f"GPU memory {format_bytes(plan.device_bytes)} of {format_bytes(hardware.device_bytes)}",
+        f"host memory {format_bytes(plan.host_bytes)} of the {format_bytes(hardware.host_bytes)} for training",
+        "; the GPU computes ",
     ):
         assert line in text, text
-    assert ("; 11 ms should the host update 10% more slowly" in text) == works, "a host without work slows nothing down"
+    works = plan.n_persist < plan.n_chunks
+    assert ("% more slowly" in text) == works, "a host without work slows nothing down"
+
+
+@pytest.mark.parametrize(
+    ("job", "tokens_per_s", "gpus", "words"),
+    [
+        (Job(tokens=2 * 10**9, price=0.5), 800, 1, "28.9 days, $347"),
+        (Job(price=2.5), 93_433, 8, "2.97 h, $59"),
+        (Job(tokens=3 * 10**8), 1_000, 2, "3.47 days"),
+    ],
+)
+def test_a_job_has_a_bill(job: Job, tokens_per_s: float, gpus: int, words: str) -> None:
+    assert job.bill(tokens_per_s, gpus) == words
 
 
 @pytest.mark.slow
@@ -300,7 +275,7 @@ def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[s
 def test_logits_are_counted_where_the_loss_holds_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], llama_folder: Callable[..., Path]
 ) -> None:
-    model, plans = str(llama_folder(vocab_size=8192, max_position_embeddings=512)), []
+    model, plans = str(llama_folder(words=8192, max_position_embeddings=512)), []
     for options, loss in (([], "chunked loss"), (["--no-chunked-loss"], "whole logits")):
         out = tmp_path / "plan.json"
         argv = ["plan", model, "--hardware", "rtx3090", "--batch", "4", "--sequence", "512", *options]
@@ -353,6 +328,7 @@ def test_a_picture_of_a_step_is_drawn(more: list[str], tmp_path: Path, capsys: p
         (["--picture", "step.docx"], "--picture: step.docx must end in one of"),
         (["--max-model", "--picture", "step.png"], "--picture goes with a plan or --frontier"),
         (["--max-model", "--frontier"], "not allowed with argument"),
+        (["--step-during-backward", "--dtype", "float16"], "does not work with float16, as `wrap` says: use --dtype"),
     ],
 )
 def test_a_bad_picture_or_mode_is_refused(

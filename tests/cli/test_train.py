@@ -182,11 +182,10 @@ def test_adapter_by_options_of_a_file(workplace: Path, tmp_path: Path) -> None:
     assert adapted.peft_config["default"].r == 4
     moved = [value for name, value in adapted.named_parameters() if "lora_B" in name]
     assert all(value.abs().max() > 0 for value in moved)
-    lora = ["--model", str(workplace / "model"), "--lora", "r=4,alpha=32", "--merge"]
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), *lora]) == 0
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    for name, value in adapted.merge_and_unload().state_dict().items():
-        assert torch.equal(merged[name], value), name
+    lora = ["--model", str(workplace / "model"), "--lora", "r=4,alpha=32"]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported"), *lora]) == 0
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 
 def test_adapter_of_a_model_in_4_bits(workplace: Path, tmp_path: Path) -> None:
@@ -265,10 +264,12 @@ def test_users_words_are_not_trained_on_by_mistake(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(workplace / "model", tmp_path / "model")
+    data = workplace / "chats.jsonl"
+    (tmp_path / "model/chat_template.jinja").unlink()
+    assert "has no chat template: give" in refusal(capsys, run(tmp_path, tmp_path / "run", data=data))
     unmarked = TEMPLATE.replace("ANSWER", "{{ m.content }}<end>")
     (tmp_path / "model/chat_template.jinja").write_text(unmarked)
     (tmp_path / "marked.jinja").write_text(TEMPLATE.replace("ANSWER", ANSWER))
-    data = workplace / "chats.jsonl"
     said = refusal(capsys, run(tmp_path, tmp_path / "run", data=data))
     assert "{% generation %}" in said
     assert "--assistant_only_loss false" in said

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import protrain
@@ -66,13 +65,3 @@ def test_an_export_is_what_peft_saves(kind: str, tmp_path: Path) -> None:
         assert torch.equal(read.logits, expected(**batches()[0]).logits)
         untrained = adapted(llama(tie_word_embeddings=tied), config()).eval()
         assert not torch.equal(untrained(**batches()[0]).logits, trained.logits)
-
-
-def test_a_merged_export_has_the_buffers_of_that_module_under_their_own_names(tmp_path: Path) -> None:
-    base: Any = llama()
-    base.lm_head.register_buffer("seen", torch.arange(3.0))
-    model = adapted(base, lora(modules_to_save=["lm_head"]))
-    model, _ = wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0])
-    protrain.export(model, tmp_path / "merged", merge=True)
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    assert {name for name in found if name.endswith("seen")} == {"lm_head.seen"}

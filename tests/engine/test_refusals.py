@@ -25,7 +25,7 @@ BATCH = batches(1)[0]
     ("options", "words"),
     [
         ({"device_memory": "24 apples"}, "device_memory must be .* text like '24GiB', not '24 apples'"),
-        ({"host_memory": -1}, "host_memory must be at least 1 byte .*not -1"),
+        ({"host_memory": -1}, "host_memory must be at least 1 KiB .*not -1"),
         ({"dtype": "float64"}, "dtype must be bfloat16, float16 or float32, not 'float64'"),
         ({"device": "tpu"}, "device must be a CUDA GPU or the CPU, not 'tpu'"),
         ({"device": "meta"}, "device must be a CUDA GPU or the CPU, not meta"),
