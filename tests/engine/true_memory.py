@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -132,8 +131,7 @@ def resident(engine: Engine) -> list[Tensor]:
     tensors += [buffer.memory for buffer in lanes._sums]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
     tensors += [tensor for tensor in vars(engine.gradients.reduction).values() if isinstance(tensor, Tensor)]
-    pools = engine.gradients.pools
-    tensors += [*chain.from_iterable(pools._free.values()), *pools._in_use.values(), *pools._released.values()]
+    tensors += [*engine.gradients.pool._free, *engine.gradients.pool._in_use.values()]
     tensors += engine.model.buffers()
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
     arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.memory.arena._segments}
