@@ -13,13 +13,13 @@ from protrain.common.errors import MisuseError
 from protrain_kernels import split
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import step
-from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.harness import Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
 pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 
-RESIDENT = Spec("all", "least", (NONE,))
-OFFLOADED = Spec("none", "least", (CKPT, NONE), speculate=True)
+RESIDENT = Spec("all", "least", "n")
+OFFLOADED = Spec("none", "least", "cn", speculate=True)
 DECAY = 0.9
 
 

@@ -70,7 +70,7 @@ def test_what_is_no_folder_is_named(tmp_path: Path, what: str) -> None:
 
 def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
-    for name in (".notes.tmp", ".00007.tmp", ".00001-step-1.tmp"):
+    for name in (".notes.tmp", ".save.tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / ".file.tmp").touch()
     save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)

@@ -14,7 +14,7 @@ from protrain.common.tables import aligned, format_bytes, parse_memory, wrapped
     [
         (1.5e9, 1_500_000_000),
         ("2400", 2400),
-        ("100B", 100),
+        ("1100B", 1100),
         ("1KiB", 1024),
         ("2 MB", 2_000_000),
         ("24GiB", 24 * 1024**3),
@@ -38,10 +38,10 @@ def test_what_is_no_size_is_named(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [0, -5, "0GiB", "0.5B", float("nan"), 2**64, 2**60, "1048576TiB", "9" * 400, 1e300, float("inf")]
+    "wrong", [0, -5, 24, "64", "0GiB", "0.5B", float("nan"), 2**64, 2**60, "1048576TiB", "9" * 400, 1e300, float("inf")]
 )
 def test_a_size_that_is_nothing_or_that_64_bits_cannot_add_to_is_refused(wrong: float | str) -> None:
-    with pytest.raises(ValueError, match=r"host_memory must be at least 1 byte and less than .* TiB, ") as caught:
+    with pytest.raises(ValueError, match=r"host_memory must be at least 1 KiB and less than .* TiB, ") as caught:
         parse_memory(wrong, name="host_memory")
     assert repr(wrong) in str(caught.value)
 

@@ -52,7 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = []
     if config.getoption("--out") is not None:  # before the measurements, as a folder that cannot be made ends the run
-        config.getoption("--out").mkdir(parents=True, exist_ok=True)
+        try:
+            config.getoption("--out").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise pytest.UsageError(f"--out: {error}") from None
     # The rows' own table says the rest.
     config.option.benchmark_columns = config.option.benchmark_columns or ["min", "median", "iqr", "rounds"]
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.train.low_precision import multiply_in_float8, quantise_later, quantised, unquantised
 from bench.train.task import Task
-from protrain.cli.models import fit_positions, read_architecture
+from protrain.cli.models import check_positions, read_architecture
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import is_managed
 from protrain.common.tables import format_bytes
@@ -39,7 +39,7 @@ def build_model(task: Task) -> Any:
         loaded = choose_trained(loaded, task.lora, ())
     if task.float8:
         multiply_in_float8(loaded.model, emulate=not torch.cuda.is_available())
-    fit_positions(loaded, task.sequence)
+    check_positions(loaded, task.sequence)
     loaded.config.use_cache = False
     for name, parameter in loaded.model.named_parameters():
         vars(parameter)[_NAME] = name

@@ -20,7 +20,7 @@ from protrain.common.parameters import is_managed
 from protrain.engine.report import Report
 from protrain.planning import Plan
 
-_OF_THE_HOST = "host_adam_gparams", "host_adam_p20_gparams", "host_adam_threads"  # what plans expect of it
+_OF_THE_HOST = "host_adam_gparams", "host_adam_threads"  # what plans expect of it
 
 # Token ids [accumulation x batch, sequence] -> the mean of the losses, gradient norm.
 Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]

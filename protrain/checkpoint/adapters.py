@@ -1,23 +1,21 @@
 """Models to which peft has added an adapter: what is saved and exported of them.
 
-They are exported as the adapter alone, or with the adapter merged in. A checkpoint may leave out the weights that the
-adapter was added to (``base``): they do not change, and are most of the model.
+They are exported as the adapter alone. A checkpoint may leave out the weights that the adapter was added to (``base``):
+they do not change, and are most of the model.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from protrain.common.adapters import adapted_layers, adapter_names, base_name, in_peft_model, is_peft_model
+from protrain.common.adapters import adapter_names, in_peft_model, is_peft_model
 from protrain.common.errors import CheckpointError
-from protrain.engine.states.weight_files import reading, weight_sources
 
 ADAPTER_FILE = "adapter_model"
 
@@ -48,15 +46,6 @@ def check_base(save: Path, manifest: dict[str, Any], base: str | None) -> None:
         )
 
 
-@contextmanager
-def reading_base(model: nn.Module, folder: Path, dtype: torch.dtype) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads a weight of the base of ``model`` from ``folder``, as training had it in ``dtype``."""
-    sources = weight_sources(model, folder).sources
-    by_name = {name: source for source in sources for name in source.names}
-    with reading(tensor for source in sources for tensor in source.stored) as read:
-        yield lambda name: by_name[name].values(read)[name].to(dtype)
-
-
 def adapter_weights(
     model: Any, names: Iterable[str], read: Callable[[str], Tensor], others: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -83,8 +72,8 @@ def adapter_weights(
     lost = [name for name, trained in every.items() if trained and name not in own and id(values.get(name)) not in kept]
     if lost and not model.peft_config[adapter].is_prompt_learning:  # of which peft saves what the trained modules make
         raise ValueError(
-            f"{lost[0]} is trained and is no part of the adapter, so exporting the adapter would lose it: export with "
-            "merge=True, or freeze it"
+            f"{lost[0]} is trained and is no part of the adapter, so exporting the adapter would lose it: name "
+            "its module in modules_to_save of the adapter's configuration, or freeze it"
         )
     left = {id(value): name for name, value in values.items() if value.is_meta}
     for name, value in saved.items():  # a tied value is saved under several names
@@ -99,54 +88,8 @@ def write_adapter_config(model: Any, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def merged_weights(
-    model: nn.Module, names: Iterable[str], read: Callable[[str], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights of ``model`` with its adapter merged in, by the names of the model without it, one after another.
-
-    A sum is made in fp32 and rounded once to the type of the weight. peft's own merge rounds twice in 16 bits.
-
-    Raises:
-        ValueError: the adapter is not plain LoRA of linear layers.
-    """
-    adapter, own = _only_adapter(model), adapter_names(model)
-    _refuse_other_than_lora(model)
-    for name in names:
-        merged = merged_name(model, name)
-        if name in own or merged is None:
-            continue
-        weight, path = read(name), name.removesuffix(".base_layer.weight")
-        if path != name:
-            layer: Any = model.get_submodule(path)
-            a, b = (read(f"{path}.lora_{part}.{adapter}.weight").float() for part in "AB")
-            product = (b @ a).T if layer.fan_in_fan_out else b @ a
-            weight = (weight.float() + product * layer.scaling[adapter]).to(weight.dtype)
-        yield merged, weight
-
-
-def merged_name(model: Any, name: str) -> str | None:
-    """The name that the tensor ``name`` has once the adapter is merged in. None if another takes its place.
-
-    peft keeps a module twice that it trains as a whole. The trained copy stays, and the ``original_module`` goes.
-    """
-    if ".original_module." in name:
-        return None
-    return base_name(name.replace(f".modules_to_save.{_only_adapter(model)}.", "."))
-
-
 def _only_adapter(model: Any) -> str:
     names = list(model.peft_config)
     if len(names) > 1:
         raise ValueError(f"the model has the adapters {', '.join(names)}: export one that has a single adapter")
     return str(names[0])
-
-
-def _refuse_other_than_lora(model: nn.Module) -> None:
-    from peft.tuners.lora import Linear
-
-    for path, module in adapted_layers(model):
-        if not isinstance(module, Linear) or module.lora_variant or any(module.lora_bias.values()):
-            raise ValueError(
-                f"{path} has an adapter that is not plain LoRA of a linear layer, and only such are merged: export "
-                "without merge=True, and merge with peft's merge_and_unload"
-            )

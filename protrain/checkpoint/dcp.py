@@ -6,7 +6,6 @@ The tensors have the names that torch.distributed.checkpoint.state_dict.get_stat
     model.NAME                                   fp32 master of a parameter; a frozen parameter, or a buffer, as it is
     optim.state.NAME.{exp_avg,exp_avg_sq,step}   fp32
     optim.param_groups                           hyperparameters, and the names of parameters
-    weight.NAME                                  the 16-bit weight, which is no state: it follows from the master
     protrain                                     JSON: the rest of the manifest, and which of all tensors is what
     protrain.KEY                                 tensors that only ProTrain knows
 
@@ -30,7 +29,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from protrain.checkpoint.export import weight_of
 from protrain.checkpoint.manifest import (
     EXTRA,
     check_files,
@@ -40,7 +38,7 @@ from protrain.checkpoint.manifest import (
     verify_bytes,
 )
 from protrain.checkpoint.parameter_files import BESIDE, BUFFERS, saved_parameters
-from protrain.checkpoint.saving import begin_save, finish_save
+from protrain.checkpoint.saving import write_save
 from protrain.checkpoint.tensor_files import complete_folder, open_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
@@ -83,9 +81,6 @@ def _to_dcp(save: Path, target: Path) -> Path:
             empty = saved.on_meta(kind)
             state[_key(name, kind)] = empty.to(dtype) if kind == "weight" else empty
             reads[_key(name, kind)] = partial(saved.read, kind)
-        if "master" in saved.kinds and dtype is not torch.float32:
-            state[f"weight.{name}"] = saved.on_meta("master").to(dtype)
-            reads[f"weight.{name}"] = partial(weight_of, saved, dtype)
     with open_tensors(save / BUFFERS) as tensors:
         others = list(tensors.keys())
         state |= {_other_key(key): tensors.get_tensor(key) for key in others}
@@ -139,8 +134,7 @@ def _from_dcp(source: Path, root: Path) -> Path:
             yield name, Part(shape, slice(0, shape.numel()), states)
 
     others = dict(zip(own["others"], load([_other_key(key) for key in own["others"]]), strict=True))
-    save = begin_save(root, 1, [], Ranks(None), lambda: (own["manifest"], others))
-    return finish_save(save, parts(), Ranks(None))
+    return write_save(root, (own["manifest"], others), parts(), Ranks(None), [], 1)
 
 
 def _room_for(entry: Any) -> Tensor | None:

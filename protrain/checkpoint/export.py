@@ -18,9 +18,6 @@ from protrain.checkpoint.adapters import (
     ADAPTER_FILE,
     adapter_weights,
     has_adapter,
-    merged_name,
-    merged_weights,
-    reading_base,
     write_adapter_config,
 )
 from protrain.checkpoint.loading import check_model
@@ -39,7 +36,7 @@ from protrain.engine.weights.state_hooks import members_of
 from protrain_kernels.split_master import split
 
 
-def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None, merge: bool = False) -> None:
+def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
     """Write ``model`` to ``folder`` so that ``from_pretrained`` of transformers, or ``wrap(weights=...)``, loads it.
 
     The folder has the configuration, if ``model`` is one of transformers, and the weights that training uses, in
@@ -55,10 +52,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
         model: a wrapped model.
         folder: where to write it. It must be empty or missing.
         tokenizer: saved beside the model, unless it is None.
-        merge: write the whole model, with the adapter added to its weights.
 
     Raises:
-        ValueError: ``model`` is not wrapped, ``folder`` has something in it, or there is no adapter to merge.
+        ValueError: ``model`` is not wrapped, ``folder`` has something in it, or the adapter is not all that is trained.
         OSError: the disk is full or not writable. There is no folder then.
         MisuseError: not all ranks have called it.
 
@@ -74,7 +70,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
         def read(name: str) -> Tensor:
             return read_weight(engine.members[managed[name].protrain_handle.index])
 
-        _write(Path(folder), model, managed, read, unmanaged(model), dtype, tokenizer, ranks, merge)
+        _write(Path(folder), model, managed, read, unmanaged(model), dtype, tokenizer, ranks)
 
 
 def export_save(
@@ -84,13 +80,10 @@ def export_save(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
-    merge: bool = False,
-    base: Path | None = None,
 ) -> None:
     """Do what ``export`` does with the weights of ``save`` in ``dtype``, or in the type in which they were trained.
 
-    ``model`` may be on the meta device. If the save has no weights of the model that its adapter was added to,
-    ``merge`` reads them from the folder ``base``.
+    ``model`` may be on the meta device.
 
     Raises:
         CheckpointError: a file of the save is damaged, or it is of another model.
@@ -98,30 +91,23 @@ def export_save(
     """
     manifest = read_manifest(save)
     managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
-    needs_base = merge and manifest.get("base") is not None
-    check_model(save, manifest, model, list(managed), None if needs_base and base is None else manifest.get("base"))
+    check_model(save, manifest, model, list(managed), manifest.get("base"))
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])
     for name, saved in parameters.items():
         shape = managed[name].shape
         if saved.shape != shape:
             raise CheckpointError(f"{save} is of another model: {name} is {[*saved.shape]} there and {[*shape]} here")
-    trained = DTYPES[manifest["dtype"]]
-    wanted = dtype or trained
-    with ExitStack() as stack:
-        read_base = stack.enter_context(reading_base(model, base, trained)) if needs_base and base else None
+    wanted = dtype or DTYPES[manifest["dtype"]]
 
-        def read(name: str) -> Tensor:
-            if read_base is None or name in parameters:
-                return weight_of(parameters[name], wanted)
-            return read_base(name).to(wanted)
+    def read(name: str) -> Tensor:
+        return weight_of(parameters[name], wanted)
 
-        buffers = stack.enter_context(open_tensors(save / BUFFERS))
-        others = set(unmanaged(model))
+    others = set(unmanaged(model))
+    with open_tensors(save / BUFFERS) as buffers:
         compare_names(save, "buffer", others & set(buffers.keys()), others)
         tensors = {name: buffers.get_tensor(name) for name in others}
-        names = managed if merge else parameters
-        _write(folder, model, names, read, tensors, wanted, tokenizer, Ranks(None), merge)
+        _write(folder, model, parameters, read, tensors, wanted, tokenizer, Ranks(None))
 
 
 def weight_of(saved: SavedParameter, dtype: torch.dtype) -> Tensor:
@@ -144,18 +130,11 @@ def _write(
     dtype: torch.dtype,
     tokenizer: Any,
     ranks: Ranks,
-    merge: bool,
 ) -> None:
     """Write the folder. All ranks ``read`` the parameters ``names``, and the first one writes what they have become."""
-    adapted = has_adapter(model)
-    if merge and not adapted:
-        raise ValueError("merge=True: the model has no adapter of peft to merge; leave it out")
-    alone = adapted and not merge  # only the adapter is written
+    alone = has_adapter(model)  # only the adapter is written
     if alone:
         weights, others = adapter_weights(model, names, read, others), {}
-    elif adapted:
-        weights = merged_weights(model, names, read)
-        others = {own: other for name, other in others.items() if (own := merged_name(model, name)) is not None}
     else:
         weights = ((name, read(name)) for name in names)
     stem = ADAPTER_FILE if alone else "model"
@@ -165,9 +144,8 @@ def _write(
             if first:
                 scratch = unfinished.enter_context(complete_folder(folder, "exported model"))
                 _write_configs(scratch, model, dtype, tokenizer, alone)
-        writer = TensorWriter(scratch, stem, FILE_BYTES // 4)  # whose tensors the first rank holds
-        if alone:
-            writer.file_bytes = sys.maxsize  # peft reads one file, and adapters are small
+        # The first rank holds the tensors of a file. peft reads one file, and adapters are small.
+        writer = TensorWriter(scratch, stem, sys.maxsize if alone else FILE_BYTES // 4)
         for name, weight in weights:
             with raised_on_all(ranks):
                 if first:

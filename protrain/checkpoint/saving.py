@@ -27,12 +27,11 @@ was left behind.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,10 @@ from protrain.engine.states.parameter_state import Part
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 
-_SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
+_SCRATCH = ".save.tmp"  # the hidden folder in which a save is written, and then one that is deleted
+
+# What the manifest says, and tensors that are of no parameter.
+Contents = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 _of_run: WeakKeyDictionary[ProTrainOptimizer, list[Path]] = WeakKeyDictionary()
 
@@ -101,10 +103,12 @@ def save_checkpoint(
     An error on one rank is raised on all of them.
     """
     check_wrapped(model, optimizer)
-    optimizer.ranks.meet("save_checkpoint()")
-    save = _begin(Path(folder).absolute(), model, optimizer, scheduler, extra, keep, base)
+    ranks, root = optimizer.ranks, Path(folder).absolute()
+    ranks.meet("save_checkpoint()")
+    wait_for_async_saves(optimizer, root)
+    contents = _contents(model, optimizer, scheduler, extra, keep, base)
     parts = optimizer.export_parts(_saved_names(model, optimizer, base))
-    return finish_save(save, parts, optimizer.ranks)
+    return write_save(root, contents, parts, ranks, own_saves(optimizer), keep)
 
 
 def async_save(
@@ -120,11 +124,12 @@ def async_save(
     """Do what ``save_checkpoint`` does, and train on while a thread writes a copy of the state.
 
     The copy takes 12 bytes of host memory for each parameter that is trained, of which each rank has its share, until
-    it is written.
+    it is written. The first rank also copies buffers and quantised weights.
 
     Returns:
         The path of the save, when that is complete: ``result()`` waits for it, and raises the OSError of a full disk.
-        Such an error is also given as a warning. A process that ends waits for its save, unless it is killed.
+        Such an error is also given as a warning, as is that of a folder in which nothing can be saved. A process that
+        ends waits for its save, unless it is killed.
 
     Raises:
         BudgetError: the plan leaves too little of the host memory for the copy. It says how much that is.
@@ -132,15 +137,16 @@ def async_save(
         ValueError, MisuseError: as ``save_checkpoint`` does.
     """
     check_wrapped(model, optimizer)
-    ranks = optimizer.ranks
+    ranks, root = optimizer.ranks, Path(folder).absolute()  # whatever folder the process works in by then
     ranks.meet("async_save()")
-    root = Path(folder).absolute()  # the thread goes by it, whatever folder the process works in by then
     wait_for_async_saves(optimizer, root)
     name = ranks.of_first(f"async_save {uuid4()}")
+    manifest, tensors = _contents(model, optimizer, scheduler, extra, keep, base)
     with raised_on_all(ranks):
-        aside = StoreExchange(ranks, name)  # before the folder is locked, as the store may be gone
+        aside = StoreExchange(ranks, name)
         in_place = list(optimizer.export_parts(_saved_names(model, optimizer, base)))
-        needed_bytes = sum(tensor.nbytes for _, part in in_place for tensor in part.tensors.values())
+        states = [tensor for _, part in in_place for tensor in part.tensors.values()]
+        needed_bytes = sum(tensor.nbytes for tensor in (*states, *tensors.values()))
         free_bytes = optimizer.hardware.host_bytes - optimizer.plan.host_bytes
         if needed_bytes > free_bytes:
             raise BudgetError(
@@ -148,13 +154,14 @@ def async_save(
                 f"leaves {format_bytes(max(0, free_bytes))}: use save_checkpoint, which needs no copy, "
                 "or give protrain.wrap a larger host_memory"
             )
+        contents = manifest, {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
         parts = [(name, replace(part, tensors=part.copies())) for name, part in in_place]
-    save = _begin(root, model, optimizer, scheduler, extra, keep, base)
-    thread = ThreadPoolExecutor(1, "protrain async_save")
     given_up = (parts.pop() for _ in range(len(parts)))  # whose memory is free as soon as they are written
-    saved = thread.submit(_finish_beside, save, given_up, aside, user_line())
+    thread = ThreadPoolExecutor(1, "protrain async_save")
+    write = partial(write_save, root, contents, given_up, aside, own_saves(optimizer), keep)
+    saved = thread.submit(_warning_of_errors, write, user_line())
     thread.shutdown(wait=False)
-    _beside[optimizer] = os.path.realpath(save.root), saved
+    _beside[optimizer] = os.path.realpath(root), saved
     return saved
 
 
@@ -177,98 +184,51 @@ def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: str | Non
     return [name for name in optimizer.parameter_names() if name not in left_out]
 
 
-@dataclass
-class Save:
-    """A save that is being written."""
-
-    root: Path
-    keep: int
-    of_run: list[Path]  # the saves that are not another run's
-    manifest: dict[str, Any] = field(default_factory=dict)  # what it says so far, on the first rank
-    serial: int = 0
-    close: ExitStack = field(default_factory=ExitStack)  # removes what is not complete, and lets others save there
-
-    @property
-    def scratch(self) -> Path:
-        """The hidden folder."""
-        return self.root / f".{self.serial:05d}.tmp"
-
-
-def _begin(
+def write_save(
     root: Path,
-    model: nn.Module,
-    optimizer: ProTrainOptimizer,
-    scheduler: LRScheduler | None,
-    extra: Any,
-    keep: int,
-    base: str | None,
-) -> Save:
-    """Begin a save with what a training has beside its parameters."""
-    if not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"keep must be at least 1, and a whole number, not {keep!r}")
-    wait_for_async_saves(optimizer, root)
-    randoms = optimizer.ranks.all_values(encode(random_state(), "the random states"))
-    contents = partial(_contents, model, optimizer, scheduler, extra, base, randoms)
-    return begin_save(root, keep, own_saves(optimizer), optimizer.ranks, contents)
-
-
-def begin_save(
-    root: Path,
-    keep: int,
+    contents: Contents,
+    parts: Iterable[tuple[str, Part]],
+    ranks: Ranks | StoreExchange,
     of_run: list[Path],
-    ranks: Ranks,
-    contents: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]],
-) -> Save:
-    """Make the hidden folder of a new save, and write everything but parameters to it.
-
-    The first rank calls ``contents`` for what the manifest says, and for the tensors that are of no parameter.
-    """
-    save, first = Save(root, keep, of_run), ranks.rank == 0
-    with save.close:
-        with raised_on_all(ranks):
-            if first:
-                save.manifest, tensors = contents()  # an error in it leaves no trace
-                save.serial = _new_folder(root, save.close)
-                entry = write_tensors(save.scratch / BUFFERS, tensors)
-                save.manifest["files"] = {BUFFERS: {**entry, "parameters": {}}}
-        save.serial = ranks.of_first(save.serial)
-        with raised_on_all(ranks):
-            if not first and not save.scratch.is_dir():
-                raise OSError(
-                    f"{save.scratch}, which rank 0 has made, is not there on rank {ranks.rank}: all must see it"
-                )
-        save.close = save.close.pop_all()
-    return save
-
-
-def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | StoreExchange) -> Path:
-    """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
-    first = ranks.rank == 0
-    with save.close:
-        with raised_on_all(ranks):
-            own = write_parameters(save.scratch, parts, ranks)
-        written = ranks.all_values(own)
-        step = max(step for _, step in written)
-        target = save.root / f"{save.serial:05d}-step-{step}"
-        with raised_on_all(ranks):
-            if first:
-                for files, _ in written:
-                    save.manifest["files"] |= files
-                write_manifest(save.scratch, {**save.manifest, "step": step})
-                put_in_place(save.scratch, target)
-        with raised_on_all(ranks):
-            if first:
-                save.of_run.append(target)
-                _delete_all_but([each for each in list_saves(save.root) if each in save.of_run], save.keep)
-        return target
-
-
-def _finish_beside(
-    save: Save, parts: Iterable[tuple[str, Part]], aside: StoreExchange, warn: Callable[[str], None]
+    keep: int,
 ) -> Path:
-    """Finish the save in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
+    """Write a save to ``root``, of which each rank has ``parts`` of parameters, and the first one all other contents.
+
+    It is complete when all ranks have written. Then it is one of the saves ``of_run``, and ``keep`` of these stay.
+
+    Raises:
+        ValueError, OSError: as ``save_checkpoint`` does.
+    """
+    manifest, tensors = contents
+    scratch, target, first = root / _SCRATCH, root, ranks.rank == 0
+    with ExitStack() as unfinished:
+        with raised_on_all(ranks):
+            if first:
+                _begin(root, unfinished)
+                written = write_tensors(scratch / BUFFERS, tensors)
+                manifest["files"] = {BUFFERS: {**written, "parameters": {}}}
+        with raised_on_all(ranks):
+            own = write_parameters(scratch, parts, ranks)
+        of_ranks = ranks.all_values(own)
+        with raised_on_all(ranks):
+            if first:
+                for files, _ in of_ranks:
+                    manifest["files"] |= files
+                manifest["step"] = max(step for _, step in of_ranks)
+                write_manifest(scratch, manifest)
+                target = root / f"{_next_number(root):05d}-step-{manifest['step']}"
+                put_in_place(scratch, target)
+                of_run.append(target)
+                for old in [each for each in list_saves(root) if each in of_run][:-keep]:
+                    os.rename(old, scratch)  # because a half-deleted save must never look like a save
+                    delete(scratch)
+    return ranks.all_values(target)[0]
+
+
+def _warning_of_errors(write: Callable[[], Path], warn: Callable[[str], None]) -> Path:
+    """Do ``write`` in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
     try:
-        return finish_save(save, parts, aside)
+        return write()
     except Exception as error:
         with suppress(UserWarning):  # a script may turn warnings into errors, and the result is this error
             warn(f"an async_save has failed: {type(error).__name__}: {error}")
@@ -280,33 +240,39 @@ def _contents(
     optimizer: ProTrainOptimizer,
     scheduler: LRScheduler | None,
     extra: Any,
+    keep: int,
     base: str | None,
-    randoms: list[Any],
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What the manifest says of the state that is no parameter's, and the tensors of that state."""
-    dtypes = {model.get_parameter(name).dtype for name in optimizer.parameter_names()}
+) -> Contents:
+    """What the first rank writes besides parameters. The other ranks have nothing."""
+    ranks = optimizer.ranks
+    randoms = ranks.all_values(encode(random_state(), "the random states"))
     tensors: dict[str, torch.Tensor] = {}
-    manifest = {
-        "dtype": str(dtypes.pop()).removeprefix("torch."),  # of weights, all of which have one
-        "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
-        "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
-        "scheduler_class": None if scheduler is None else class_of(scheduler),
-        "extra": encode(extra, "extra"),
-        "modules": {
-            name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
-            for name, module in with_extra_state(model).items()
-        },
-        "random": randoms,  # of each rank
-        "base": base,
-    }
-    return manifest, tensors | unmanaged_tensors(model, base_weights(model, base))
+    with raised_on_all(ranks):
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep must be at least 1, and a whole number, not {keep!r}")
+        if ranks.rank > 0:
+            return {}, tensors
+        dtypes = {model.get_parameter(name).dtype for name in optimizer.parameter_names()}
+        manifest = {
+            "dtype": str(dtypes.pop()).removeprefix("torch."),  # of weights, all of which have one
+            "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
+            "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
+            "scheduler_class": None if scheduler is None else class_of(scheduler),
+            "extra": encode(extra, "extra"),
+            "modules": {
+                name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
+                for name, module in with_extra_state(model).items()
+            },
+            "random": randoms,  # of each rank
+            "base": base,
+        }
+        return manifest, tensors | unmanaged_tensors(model, base_weights(model, base))
 
 
-def _new_folder(root: Path, close: ExitStack) -> int:
-    """Remove what killed saves have left in ``root``, and make the hidden folder of a new one. Returns its number.
+def _begin(root: Path, unfinished: ExitStack) -> None:
+    """Make the hidden folder of a save in ``root``, without what a killed save has left in it.
 
-    Until ``close`` is called, which removes the folder if it is still hidden, no other process can do so there. It
-    would take this save for what a killed one has left.
+    Until ``unfinished`` is closed, which removes the folder if it is still hidden, no other process can do so there.
 
     Raises:
         ValueError: ``root`` is itself a save, so a load from it would not look for others in it.
@@ -315,24 +281,17 @@ def _new_folder(root: Path, close: ExitStack) -> int:
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} is itself a save: give the folder that it is in, {root.absolute().parent}")
     Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
-    close.enter_context(used_alone(root, "give each run a folder of its own"))
-    for leftover in root.glob(".*.tmp"):
-        if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
-            delete(leftover)
-    saves = list_saves(root)
-    serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
-    scratch = root / f".{serial:05d}.tmp"
-    close.callback(shutil.rmtree, scratch, ignore_errors=True)
+    unfinished.enter_context(used_alone(root, "give each run a folder of its own"))
+    scratch = root / _SCRATCH
+    if os.path.lexists(scratch):
+        delete(scratch)
+    unfinished.callback(shutil.rmtree, scratch, ignore_errors=True)
     scratch.mkdir()
-    return serial
 
 
-def _delete_all_but(saves: list[Path], keep: int) -> None:
-    for old in saves[:-keep]:
-        # It is renamed first, because a half-deleted save must never look like a save.
-        doomed = old.with_name(f".{old.name}.tmp")
-        os.rename(old, doomed)
-        delete(doomed)
+def _next_number(root: Path) -> int:
+    saves = list_saves(root)
+    return int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
 
 
 def check_wrapped(model: nn.Module, optimizer: Any) -> None:

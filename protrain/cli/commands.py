@@ -152,7 +152,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "metavar": "SIZE",
         "help": "the RAM of the machine, of which training takes a part (default: what is free, or usual for the GPU)",
     },
-    "merge": {"action": "store_true", "help": "with --lora: write the whole model with the adapter added"},
     "hardware": {
         "metavar": "FILE|NAME",
         "help": "the file that `protrain calibrate --out` wrote, or one of "
@@ -279,7 +278,7 @@ COMMANDS = {
         run="protrain.cli.export_run:export",
         description="Write the weights of a checkpoint as a folder for from_pretrained.",
         example=_EXPORT_EXAMPLE,
-        groups={"": ("CHECKPOINT", "FOLDER", "model", "dtype", "lora", "merge")},
+        groups={"": ("CHECKPOINT", "FOLDER", "model", "dtype", "lora")},
         own={
             "dtype": {"help": "the type of the weights (default: that of the checkpoint)"},
             "lora": {"help": "of a training with an adapter: what it was made with"},

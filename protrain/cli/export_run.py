@@ -17,7 +17,7 @@ from protrain.common.progress import stage
 def export(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
     save = find_save(_saves_of(args.checkpoint))
-    architecture = choose_trained(read_architecture(on_disk(args.model, weights=args.merge)), args.lora, ())
+    architecture = choose_trained(read_architecture(on_disk(args.model, weights=False)), args.lora, ())
     folder = architecture.folder
     tokenizer = None
     if folder is not None and any(folder.glob("tokenizer*")):
@@ -31,8 +31,6 @@ def export(args: argparse.Namespace) -> None:
             args.folder,
             dtype=DTYPES[args.dtype] if args.dtype else None,
             tokenizer=tokenizer,
-            merge=args.merge,
-            base=folder,
         )
 
 

@@ -71,22 +71,11 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     return LoadedModel(model=model, folder=None, sequence=shape.sequence)
 
 
-def fit_positions(loaded: LoadedModel, sequence: int) -> None:
-    """Let the model train on ``sequence`` tokens, if it has that many positions or can compute them.
-
-    Unscaled rotary positions are computed, and need no table that ends. The configuration's number of positions is then
-    only what a released model was trained with, and random weights were not trained.
-
-    Raises:
-        ValueError: the model has fewer positions.
-    """
-    config, positions = loaded.config, loaded.positions
-    if positions is None or sequence <= positions:
-        return
-    rotary = getattr(config, "rope_parameters", None) or {}
-    if loaded.folder is not None or rotary.get("rope_type") != "default":
+def check_positions(loaded: LoadedModel, sequence: int) -> None:
+    """Raise a ValueError unless the model has positions for ``sequence`` tokens, or computes them, as rotary ones."""
+    positions = loaded.positions
+    if positions is not None and sequence > positions and not getattr(loaded.config, "rope_parameters", None):
         raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
-    config.max_position_embeddings = sequence
 
 
 def _folder_of(name: str) -> Path:
@@ -95,12 +84,7 @@ def _folder_of(name: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
     if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{folder} is an adapter and no model: give the model that it was made for, or merge the two, as "
-                "`protrain export RUN FOLDER --merge` does"
-            )
-        raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
+        raise ValueError(f"{folder} holds no config.json: give a folder to which a model was saved, and no adapter")
     return folder
 
 

@@ -6,7 +6,6 @@ A step has a lane a line, in columns of equal time, darker where the lane works 
 from __future__ import annotations
 
 import shutil
-import sys
 
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.planning import Answer, prose
@@ -45,7 +44,7 @@ def summary_text(answer: Answer) -> str:
 def timeline_text(timeline: Timeline) -> str:
     """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 80."""
     width = max(map(len, timeline.lanes.values()))
-    screen = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
+    screen = shutil.get_terminal_size(fallback=(WIDTH, 1)).columns
     columns = max(_LEAST_COLUMNS, min(WIDTH, screen) - width - len("    100%"))
     lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
     for lane, name in timeline.lanes.items():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from protrain.cli.imports import importing
-from protrain.cli.models import LoadedModel, fit_positions, read_architecture
+from protrain.cli.models import LoadedModel, check_positions, read_architecture
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
@@ -95,7 +95,7 @@ def _prepared(
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     """The model with the forwards that it trains with, the arguments of one call, and options of a profile."""
     sequence = step.sequence or loaded.sequence
-    fit_positions(loaded, sequence)
+    check_positions(loaded, sequence)
     ids = torch.zeros(1, 1, dtype=torch.long, device="cpu").expand(step.batch, sequence)
     example = {"input_ids": ids, "labels": ids}
     if step.packing:  # two examples a sequence

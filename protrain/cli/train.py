@@ -136,6 +136,8 @@ def parse(words: Sequence[str]) -> Options:
         bf16=on_gpu,
         use_cpu=not on_gpu,
         gradient_checkpointing=False,  # the plan decides what is recomputed
+        logging_nan_inf_filter=False,  # it would wait for the GPU in every micro-batch, and hide a NaN from the log
+        accelerator_config={"non_blocking": True},  # a batch is copied while the GPU computes
         save_steps=0.1,  # the part of the run that a crash costs at most
         save_total_limit=2,
         output_dir=None,

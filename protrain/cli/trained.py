@@ -69,7 +69,7 @@ def _with_adapter(loaded: LoadedModel, lora: Lora) -> Any:
     with empty_parameters():
         adapted = peft.get_peft_model(model, config)
     for path, module in adapted_layers(adapted):
-        if not isinstance(module.base_layer, nn.Linear | Conv1D):  # which could not be merged
+        if not isinstance(module.base_layer, nn.Linear | Conv1D):  # such as experts, which peft adapts by values
             raise ValueError(
                 f"--lora: {path} is no linear layer, and only such get adapters: give targets that leave it out, like "
                 "targets=q_proj+k_proj+v_proj+o_proj"

@@ -85,8 +85,8 @@ def parse_memory(value: int | float | str, *, name: str) -> int:
         if match is None or match.group(2).lower() not in _UNITS:
             raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
         size = float(match.group(1)) * _UNITS[match.group(2).lower()]
-    if not 1 <= size < _TOO_MANY_BYTES:  # this also refuses a NaN
-        raise ValueError(f"{name} must be at least 1 byte and less than 1048576 TiB, like '24GiB', not {value!r}")
+    if not 1024 <= size < _TOO_MANY_BYTES:  # this also refuses a NaN, and a number of GiB without its unit
+        raise ValueError(f"{name} must be at least 1 KiB and less than 1048576 TiB, like '24GiB', not {value!r}")
     return int(size)
 
 

@@ -68,15 +68,11 @@ class Machine:
     def path(self) -> Path:
         """The file of the machine's profile."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
-        return cache_folder() / "hardware" / f"{self._stem}-{digest}.json"
-
-    def siblings(self) -> list[Path]:
-        """The files of machines with such a GPU and as many processes, this one or another, the newest first."""
-        found = self.path.parent.glob(f"{self._stem}-{'?' * 12}.json")
-        return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+        return cache_folder() / "hardware" / f"{self.stem}-{digest}.json"
 
     @property
-    def _stem(self) -> str:
+    def stem(self) -> str:
+        """What the names of files of machines with such a GPU and as many processes begin with."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
         return f"{slug}-x{self.world_size}"
 
@@ -109,11 +105,12 @@ def cached(device: torch.device) -> HardwareProfile | None:
 def why_not_cached(device: torch.device) -> str | None:
     """Why the newest profile that is kept of such a GPU does not count here: a sentence, or None where none is kept."""
     here = Machine.of(device)
-    kept = here.siblings() if keeps_measurements() else []
-    if not kept:
+    kept = here.path.parent.glob(f"{here.stem}-{'?' * 12}.json") if keeps_measurements() else ()
+    newest = max(kept, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
         return None
     try:
-        profile = HardwareProfile.load(kept[0])
+        profile = HardwareProfile.load(newest)
     except ValueError as error:
         return f"the last calibration cannot be used: {error}"
     changes = [
@@ -123,7 +120,7 @@ def why_not_cached(device: torch.device) -> str | None:
     ]
     if not changes:
         return None
-    return f"the last calibration, {kept[0]}, is of another machine or software: {', '.join(changes)}"
+    return f"the last calibration, {newest}, is of another machine or software: {', '.join(changes)}"
 
 
 def store(profile: HardwareProfile, machine: Machine) -> None:

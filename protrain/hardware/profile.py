@@ -29,7 +29,11 @@ class Contention(Record):
 
 
 RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
-_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
+_LEAST = {
+    **dict.fromkeys(("device_bytes", "host_bytes"), 0),
+    **dict.fromkeys(("cpu_threads", "host_adam_threads", "world_size", "n_nodes"), 1),
+}
+_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_"))
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
 # 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
 # buffers are there, and what is left is an assumption.
@@ -68,9 +72,7 @@ class HardwareProfile(Record):
     host_adam_threads: int | None = None  # with which the rates of the host's AdamW were measured
     host_adam_weight_gparams: float | None = None  # where an update makes only the new weight
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
-    host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
     streamed_adam_gparams: float | None = None  # the device on states in host memory
-    flatten_gbps: float | None = None  # bytes read and written, by packing too
     all_gather_gbps: float | None = None  # bytes that one of several processes receives
     all_to_all_gbps: float | None = None  # bytes that one of them sends in the exchange of a reduction
     network_gbps: float | None = None  # what all GPUs of a machine together receive from other machines; never measured
@@ -94,20 +96,10 @@ class HardwareProfile(Record):
             rate, optional = getattr(self, field.name), field.default is None
             if field.name.endswith(RATE_UNITS) and not (rate is None and optional) and not 0 < rate < math.inf:
                 raise _impossible(field.name, f"a finite number above 0{', or null' * optional}", rate)
-        for name in ("cpu_threads", "world_size", "n_nodes"):
-            if getattr(self, name) < 1:
-                raise _impossible(name, "at least 1", getattr(self, name))
-        if self.host_adam_threads is not None and self.host_adam_threads < 1:
-            raise _impossible("host_adam_threads", "at least 1, or null", self.host_adam_threads)
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """The profile in ``data``. ValueError also where its machine has no memory, as a profile made in code may."""
-        profile = super().from_dict(data)
-        for name in ("device_bytes", "host_bytes"):
-            if getattr(profile, name) <= 0:
-                raise _impossible(name, "above 0", getattr(profile, name))
-        return profile
+        for name, least in _LEAST.items():
+            count = getattr(self, name)
+            if count is not None and count < least:
+                raise _impossible(name, f"at least {least}", count)
 
     @property
     def gather_gbps(self) -> float:

@@ -102,11 +102,14 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """The profile in a JSON file, or the shipped one of a name such as "h100". ValueError when there is neither."""
     text = os.fspath(name_or_path)
     name = shipped_name(text)
-    if name is not None and not os.path.isfile(text):
+    if name and not os.path.isfile(text):
         machines = files("protrain.hardware").joinpath("machines.json")
         return HardwareProfile.from_dict(json.loads(machines.read_text(encoding="utf-8"))[name])
     if not os.path.exists(text):
-        raise ValueError(f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}")
+        raise ValueError(
+            f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}; --gpus N takes "
+            "several"
+        )
     return HardwareProfile.load(text)
 
 
@@ -231,5 +234,4 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
         matmul_tflops=profile.matmul_tflops * computing,
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
-        flatten_gbps=profile.flatten_gbps and profile.flatten_gbps * memory,
     )

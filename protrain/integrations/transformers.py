@@ -14,11 +14,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from protrain.checkpoint.manifest import random_state, set_random_state
@@ -59,8 +60,10 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
         kwargs: of the Trainer.
     """
 
+    _wrap_defaults: Mapping[str, Any] = MappingProxyType({})  # those of a class that on_protrain has made
+
     def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._wrap_arguments = dict(protrain or {})
+        self._wrap_arguments = {**self._wrap_defaults, **(protrain or {})}
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +157,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
             loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
             twin = self._twin()
             collate = self._collator_of(loader, twin)
-            row = longest = None if _packs(loader) else self._longest_row(loader)
+            row = longest = self._longest_row(loader)
             if row is None and hasattr(self, "generation_config"):  # of TRL, whose rows are prompts
                 row = max(islice(loader.dataset, _PROMPTS), key=lambda row: len(str(row)))
             # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
@@ -263,18 +266,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
 
         Without a reference model the model computes it before it is trained. It need not fit the device whole, so it is
         wrapped before.
-
-        Raises:
-            ValueError: several processes have a dataset that lies in no file. The first would write what was computed
-                to a temporary folder of its own, where TRL lets the others look for it in theirs.
         """
-        dataset = args[0] if args else kwargs["dataset"]
-        if self.args.world_size > 1 and not getattr(dataset, "cache_files", True):
-            raise ValueError(
-                f"precompute_ref_log_probs=True: the dataset is in memory, and {self.args.world_size} processes find "
-                "what TRL computes only beside a dataset in files: dataset.save_to_disk(folder), and pass "
-                "datasets.load_from_disk(folder)"
-            )
         if getattr(self, "ref_model", None) is None:
             self.create_optimizer()
         else:
@@ -286,15 +278,16 @@ class ProTrainTrainer(ProTrainMixin, Trainer):
     """The Trainer of transformers on ProTrain."""
 
 
-def on_protrain(trainer: type[Any]) -> type[Any]:
+def on_protrain(trainer: type[Any], **arguments: Any) -> type[Any]:
     """The class ``trainer`` on ProTrain, or ``trainer`` itself if it already is, for frameworks that choose a Trainer.
 
-    They have no place for the arguments of ``protrain.wrap``. Its memory can be limited by the environment variables
-    PROTRAIN_DEVICE_MEMORY and PROTRAIN_HOST_MEMORY.
+    They have no place for the ``arguments`` of ``protrain.wrap``, so the class has them. Where a sampler of a framework
+    packs rows, a batch is longer than its longest row, and ``example_batch=None`` has the plan made for the first one.
     """
     if issubclass(trainer, ProTrainMixin):
         return trainer
-    return type(f"ProTrain{trainer.__name__}", (ProTrainMixin, trainer), {"__module__": trainer.__module__})
+    members = {"__module__": trainer.__module__, "_wrap_defaults": arguments}
+    return type(f"ProTrain{trainer.__name__}", (ProTrainMixin, trainer), members)
 
 
 def _check(args: Any) -> None:
@@ -322,16 +315,6 @@ def _refuse_losses_of_liger(trainer: Any) -> None:
             "use_liger_kernel=True: before 1.14 TRL computes this loss outside of the model, of weights that ProTrain "
             "has elsewhere: use TRL 1.14 or newer, or leave the option out"
         )
-
-
-def _packs(loader: Any) -> bool:
-    """Whether a batch sampler of its own gives the collator lists of rows, of which that makes one row (axolotl)."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    while hasattr(sampler, "batch_sampler"):  # what Accelerate and ProTrain have put around it
-        sampler = sampler.batch_sampler
-    if sampler is None or type(sampler) is BatchSampler:
-        return False
-    return any(isinstance(row, list) for row in next(iter(sampler), []))
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:

@@ -34,9 +34,6 @@ Ten machines with an H100 showed how slow hosts are in steps: six reached the pr
 one 79%. Predicted over that distribution, plans for one slower host are as fast as plans for the mean over two rates,
 and their search took a fifth less time. Plans for 80% of the rate are predicted to lose up to 3% on a host as
 calibrated, plans for 95% up to 8% on one at 85%. The seven cases are in bench/results/h100/NOTES.md.
-
-A host's usual rate lies about halfway between its mean rate in calibration and the rate that it kept four fifths of the
-time. That is 99% of the calibrated rate on steady hosts, and was 93% on a host that other tenants slowed down.
 """
 
 from __future__ import annotations
@@ -166,6 +163,10 @@ def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list
     return forward, backward
 
 
+# The rate of flattening over that of copies on the device. Ten calibrations of H100s and H200s found 0.79 to 0.92.
+_FLATTENING = 0.86
+
+
 class GradientPart(NamedTuple):
     """What a visit of backward adds to the gradient of a chunk."""
 
@@ -189,7 +190,7 @@ def gradients_by_visit(profile: ModelProfile, hardware: HardwareProfile, layout:
     for slot in layout.slots:
         if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
             elements[left[slot.parameter], slot.chunk] += slot.numel
-    flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
+    flatten_gbps = _FLATTENING * hardware.device_copy_gbps
     of_visit: list[list[GradientPart]] = [[] for _ in profile.calls]
     for index, ((at, chunk), count) in enumerate(sorted(elements.items())):
         size = offloaded = count * profile.element_bytes
@@ -226,7 +227,7 @@ def swap_costs(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, p
     size_bytes = block.saved_bytes / n_calls
     if not packed:
         return ModeCosts(*_link_ms(size_bytes, block.saved_tensors / n_calls, hardware))
-    gbps = hardware.flatten_gbps or hardware.device_copy_gbps  # packing is flattening of whole storages
+    gbps = _FLATTENING * hardware.device_copy_gbps  # packing is flattening of whole storages
     return ModeCosts(*_link_ms(size_bytes, 1, hardware), pack_ms=bytes_ms(2 * size_bytes, gbps))  # read and written
 
 
@@ -306,17 +307,12 @@ def _share(dtype: str, moment_bytes: int) -> float:
     return moved_bytes(dtype, moment_bytes) / moved_bytes(dtype)
 
 
-UNKNOWN = 0.97  # usual share of the calibrated rate if calibration did not measure how steady the host is
-_SLOWER = 0.89  # share of a host's usual rate that plans are made for
+_SLOWER = 0.87  # share of the host's calibrated rate that plans are made for
 
 
 def slower_share(hardware: HardwareProfile) -> float:
     """The share of the host's calibrated rate that plans are made for. 1 on a CPU, where the device is the host."""
-    if hardware.device_type == "cpu":
-        return 1.0
-    slow = hardware.host_adam_p20_gparams
-    usual = UNKNOWN if slow is None else (1.0 + min(1.0, slow / hardware.host_adam_gparams)) / 2
-    return usual * _SLOWER
+    return 1.0 if hardware.device_type == "cpu" else _SLOWER
 
 
 _STAGING_SLOTS = 2  # slots of the engine's AdamStaging: one is copied in while the other is copied out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -272,6 +273,18 @@ def test_options_of_protrain_bench_reach_the_benchmark_in_order(monkeypatch: pyt
     main(["bench", "kernels", *options])
     main(["bench", "train", "--help"])
     assert commands == [["pytest", "bench/kernels", *options], ["bench.train", "--help"]]
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_ends_the_benchmarks_of_kernels_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "deeper"
+    command = [sys.executable, "-m", "pytest", "bench/kernels", "--out", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in done.stderr.splitlines() if line] == [
+        f"ERROR: --out: [Errno 20] Not a directory: '{folder}'"
+    ]
 
 
 def test_protrain_bench_says_what_it_lacks(

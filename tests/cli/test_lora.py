@@ -63,12 +63,9 @@ def test_a_peft_model_of_the_users_own_loads_and_is_exported(family: str, tmp_pa
     with torch.no_grad():
         expected = model(**BATCH).logits
     protrain.export(model, tmp_path / "adapter")
-    protrain.export(model, tmp_path / "merged", merge=True)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     assert not torch.allclose(base(**BATCH).logits, expected, atol=1e-2)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert torch.allclose(merged(**BATCH).logits, expected, atol=1e-5)
     assert torch.equal(adapted(**BATCH).logits, expected)
 
 

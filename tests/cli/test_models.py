@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protrain.cli.main import main
-from protrain.cli.models import fit_positions, read_architecture
+from protrain.cli.models import check_positions, read_architecture
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -20,32 +20,14 @@ pytest.importorskip("safetensors")
 
 def test_positions_that_are_weights_stay_as_many_as_they_are() -> None:
     loaded = read_architecture("gpt2", layers=1)
-    fit_positions(loaded, 1024)
+    check_positions(loaded, 1024)
     with pytest.raises(ValueError, match="--sequence 1025 is longer than the 1024 positions"):
-        fit_positions(loaded, 1025)
+        check_positions(loaded, 1025)
 
 
-def test_computed_positions_of_random_weights_have_no_end() -> None:
+def test_computed_positions_have_no_end() -> None:
     loaded = read_architecture("tiny", layers=1)
-    positions = loaded.config.max_position_embeddings
-    fit_positions(loaded, positions - 1)
-    assert loaded.config.max_position_embeddings == positions
-    fit_positions(loaded, positions + 7)
-    assert loaded.config.max_position_embeddings == positions + 7  # a model that is saved later has these in its config
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_trained_and_scaled_positions_end(scaled: bool, tmp_path: Path) -> None:
-    loaded = read_architecture("tiny", layers=1)
-    positions = loaded.config.max_position_embeddings
-    if scaled:
-        loaded.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-    else:
-        with torch.random.fork_rng(devices=[]):
-            transformers.AutoModelForCausalLM.from_config(loaded.config).save_pretrained(tmp_path)
-        loaded = read_architecture(str(tmp_path))
-    with pytest.raises(ValueError, match=f"longer than the {positions} positions"):
-        fit_positions(loaded, positions + 1)
+    check_positions(loaded, loaded.config.max_position_embeddings + 7)
 
 
 _LAYERS = {
@@ -86,11 +68,10 @@ def of_family(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_a_model_trains_on_as_many_tokens_as_it_has_positions(name: str, of_family: Callable[[str], Path]) -> None:
     loaded = read_architecture(str(of_family(name)))
-    ends = name not in ("bloom", "mamba")
-    assert loaded.sequence == (48 if ends else 1024)
-    fit_positions(loaded, loaded.sequence)
-    with pytest.raises(ValueError, match="--sequence 1025 is longer than the 48 positions") if ends else nullcontext():
-        fit_positions(loaded, 1025)
+    assert loaded.sequence == (1024 if name in ("bloom", "mamba") else 48)
+    check_positions(loaded, loaded.sequence)
+    with pytest.raises(ValueError, match="longer than the 48 positions") if name == "mpt" else nullcontext():
+        check_positions(loaded, 1025)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(loaded.model.config).eval()

@@ -130,6 +130,8 @@ def test_machines_are_compared_in_one_table(
     [
         (["--compare", "h100x2,b300x2"], "'b300x2' is no machine: give NAME, NAMExGPUS or NAMExGPUSxNODES"),
         (["--compare", "h100x0"], "'h100x0' is no machine"),
+        (["--hardware", "8xH100"], "no hardware profile '8xH100': give"),
+        (["--hardware", "h100x8"], "rtx5090; --gpus N takes several"),
         (["--compare", "h100x1", "--gpus", "2"], "leave out --hardware, --gpus and --nodes"),
         (["--compare", "h100x1", "--frontier"], "not allowed with argument"),
         (["--nodes", "0"], "--nodes: must be at least 1, not 0"),

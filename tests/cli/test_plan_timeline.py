@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +63,6 @@ def test_the_text_timeline_shows_each_lane_at_its_time() -> None:
 @pytest.mark.parametrize(("terminal", "widest"), [(70, 70), (80, 80), (300, 80), (10, 42)])
 def test_the_text_timeline_fits_the_terminal(terminal: int, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(terminal))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     lines = timeline_text(make_timeline()).replace("█", "#").splitlines()
     assert max(map(len, lines)) == widest
     gpu, up = lines[1], lines[2]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import protrain
 from tests.distributed.training import DTYPES, set_dropout
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, default_loss, states, wrap_under
+from tests.engine.harness import Spec, adamw, default_loss, states, wrap_under
 
 MICRO_BATCHES = 4  # of a step, on all ranks together; three ranks have three
-FIRST = Spec("some", "middle", (CKPT, NONE), small=True)
-SECOND = Spec("none", "least", (SWAP, CKPT), speculate=True)
-THIRD = Spec("all", "least", (NONE,))
-FOURTH = Spec("none", "middle", (CKPT,), small=True, stream=True)
+FIRST = Spec("some", "middle", "cn", small=True)
+SECOND = Spec("none", "least", "sc", speculate=True)
+THIRD = Spec("all", "least", "n")
+FOURTH = Spec("none", "middle", "c", small=True, stream=True)
 
 
 def make() -> nn.Module:

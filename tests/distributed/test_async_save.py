@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -157,6 +158,8 @@ def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> No
     training.train(range(1))
     with held() as go_on, warnings.catch_warnings(action="error"):
         save = training.save_beside(str(tmp_path))
+        while not any(tmp_path.glob(".*.tmp/buffers.safetensors")):  # the thread has not yet come to parameters
+            sleep(0.01)
         (scratch,) = tmp_path.glob(".*.tmp")
         shutil.rmtree(scratch)
         go_on.set()

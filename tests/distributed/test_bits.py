@@ -12,30 +12,19 @@ from torch import nn
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import Outcome, Training, on_rank, plain, set_dropout
 from tests.engine import residual
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    seeded,
-    wrap_under,
-)
+from tests.engine.harness import Spec, adamw, assert_same, default_loss, seeded, wrap_under
 from tests.tiny_models import VOCABULARY, config_of
 
 transformers = pytest.importorskip("transformers")
 
 WIDTH, SEQUENCE = 24, 16
 SPECS = (
-    Spec("all", "all", (NONE,)),
-    Spec("all", "least", (CKPT,)),
-    Spec("some", "middle", (SWAP, CKPT, NONE), small=True),
-    Spec("none", "least", (CKPT_SWAP, NONE), speculate=True),
-    Spec("none", "middle", (NONE, CKPT), speculate=True, weights=True),
-    Spec("none", "least", (CKPT,), stream=True),
+    Spec("all", "all", "n"),
+    Spec("all", "least", "c"),
+    Spec("some", "middle", "scn", small=True),
+    Spec("none", "least", "in", speculate=True),
+    Spec("none", "middle", "nc", speculate=True, weights=True),
+    Spec("none", "least", "c", stream=True),
 )
 
 

@@ -16,7 +16,7 @@ import protrain
 from tests.distributed.apart import Group
 from tests.distributed.test_bits import batches, make
 from tests.distributed.training import Training, on_rank
-from tests.engine.harness import CKPT, CKPT_SWAP, NONE, Spec
+from tests.engine.harness import Spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def _say_where() -> None:
 
 def _offload(rank: int, size: int) -> None:
     """Chunks are uploaded and updated by threads of the engine, on the host and on the GPU."""
-    specs = (Spec("none", "least", (CKPT_SWAP, NONE), speculate=True), Spec("none", "least", (CKPT,), stream=True))
+    specs = (Spec("none", "least", "in", speculate=True), Spec("none", "least", "c", stream=True))
     made = partial(make, "llama")
     on_rank(rank, size, Training(made, batches, dtype="bfloat16", device="cuda", steps=4), specs)
     _say_where()

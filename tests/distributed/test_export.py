@@ -139,23 +139,18 @@ def train(rank: int, folder: str) -> None:
     step(model, optimizer, {"input_ids": ids, "labels": ids})
     protrain.save_checkpoint(f"{folder}/checkpoints", model, optimizer, base="source")
     protrain.export(model, f"{folder}/adapter")
-    protrain.export(model, f"{folder}/merged", merge=True)
 
 
 @pytest.mark.slow
-def test_two_ranks_write_an_adapter_and_what_peft_would_merge(tmp_path: Path) -> None:
+def test_two_ranks_write_an_adapter_that_peft_merges(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "source")
     import_in_pools("peft")
     on_ranks(2, train, str(tmp_path))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    changed = set()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-        changed |= set() if torch.equal(before[name], value) else {name}
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    changed = [name for name, value in merged.items() if not torch.equal(before[name], value)]
     assert len(changed) == 2 * 7, "every linear layer of both blocks is trained"
 
     model, optimizer = wrapped(str(tmp_path), torch.arange(16).view(2, 8))

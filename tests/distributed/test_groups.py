@@ -15,9 +15,9 @@ import protrain
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import batches, make
 from tests.distributed.training import step
-from tests.engine.harness import NONE, Spec, adamw, assert_same, states, wrap_under
+from tests.engine.harness import Spec, adamw, assert_same, states, wrap_under
 
-OFFLOADED = Spec("none", "all", (NONE,))
+OFFLOADED = Spec("none", "all", "n")
 
 
 def train(rank: int, in_pairs: bool, of_pair: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -88,7 +88,7 @@ def test_what_crosses_the_links() -> None:
             whole = 2 * elements * 4 * (size - 1) / size  # of two steps in fp32, from or to the others
             assert abs(received - whole) <= padding, "with buffers for all chunks each is gathered once a step"
             assert abs(sent - whole) <= padding, "each gradient is sent once"
-    for uploaded, *_ in on_ranks(2, traffic, 2, Spec("all", "all", (NONE,))):
+    for uploaded, *_ in on_ranks(2, traffic, 2, Spec("all", "all", "n")):
         assert uploaded == 0, "shards that are on the device are not uploaded"
 
 

@@ -93,24 +93,6 @@ class OwnOffsets(Nested):
         return offsets * 1 if self.makes else offsets
 
 
-class Initialises(Plain):
-    """Sets a buffer from the first input that it meets, and notes that in another, as ActNorm does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("ready", torch.tensor(False))
-        self.register_buffer("scale", torch.ones(WIDTH))
-        self.ready: Tensor
-        self.scale: Tensor
-
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
-        if not self.ready:
-            self.scale.copy_(1 / (1 + x.detach().std(0)))
-            self.ready.fill_(True)
-            return super().forward(x * self.scale * 1.0)
-        return super().forward(x * self.scale)
-
-
 class Model(nn.Module):
     """Four blocks, and perhaps a term of the loss that is made of their weights, which it takes as ``view`` says."""
 

@@ -25,8 +25,7 @@ from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
 from tests.engine.profiles import shared_profile
 
-NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
-_LETTERS = {NONE: "n", CKPT: "c", SWAP: "s", CKPT_SWAP: "i"}  # i: inputs
+_MODES = {"n": BlockMode.NONE, "c": BlockMode.CKPT, "s": BlockMode.SWAP, "i": BlockMode.CKPT_SWAP}  # i: inputs
 Batch: TypeAlias = Any
 Trainer: TypeAlias = ProTrainOptimizer | PlainOptimizer
 MakeModel: TypeAlias = Callable[[], nn.Module]
@@ -42,7 +41,7 @@ class Spec:
 
     persist: str  # "all", "some" or "none" of the chunks
     buffers: str  # "least", "middle" or "all"
-    modes: tuple[BlockMode, ...]  # repeated over the blocks
+    modes: str  # a letter for each block, repeated over the blocks
     small: bool = False  # chunks as small as the largest parameter allows, so that a unit spreads over several
     speculate: bool = False  # speculative updates
     weights: bool = False  # they compute weights only
@@ -56,38 +55,38 @@ class Spec:
         names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed", "sums")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
-        return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
+        return f"{self.persist}-{self.buffers}-{self.modes}{marks}"
 
 
 PLANS = (
-    Spec("all", "least", (NONE,)),
-    Spec("all", "least", (CKPT,)),
-    Spec("all", "least", (SWAP,)),
-    Spec("all", "least", (NONE, SWAP, CKPT)),
-    Spec("some", "least", (NONE,)),
-    Spec("some", "middle", (CKPT,), speculate=True, attention=True, sums=True),
-    Spec("some", "all", (SWAP, CKPT, NONE), small=True),
-    Spec("some", "least", (SWAP,), small=True, packed=True),
-    Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,)),
-    Spec("none", "least", (SWAP,), speculate=True, packed=True),
-    Spec("none", "least", (CKPT, NONE, SWAP), small=True, speculate=True),
-    Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
-    Spec("none", "all", (CKPT, NONE), sums=True),
-    Spec("all", "least", (CKPT_SWAP,)),
-    Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), speculate=True),
-    Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
-    Spec("none", "middle", (CKPT, NONE), speculate=True, weights=True),
-    Spec("some", "least", (CKPT, SWAP), small=True, speculate=True, weights=True, whole=True),
-    Spec("none", "middle", (CKPT,), stream=True),
-    Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
+    Spec("all", "least", "n"),
+    Spec("all", "least", "c"),
+    Spec("all", "least", "s"),
+    Spec("all", "least", "nsc"),
+    Spec("some", "least", "n"),
+    Spec("some", "middle", "c", speculate=True, attention=True, sums=True),
+    Spec("some", "all", "scn", small=True),
+    Spec("some", "least", "s", small=True, packed=True),
+    Spec("none", "least", "n"),
+    Spec("none", "least", "c"),
+    Spec("none", "least", "s", speculate=True, packed=True),
+    Spec("none", "least", "cns", small=True, speculate=True),
+    Spec("none", "middle", "ssn", small=True),
+    Spec("none", "all", "cn", sums=True),
+    Spec("all", "least", "i"),
+    Spec("some", "least", "isin", speculate=True),
+    Spec("none", "least", "i", small=True, attention=True),
+    Spec("none", "middle", "cn", speculate=True, weights=True),
+    Spec("some", "least", "cs", small=True, speculate=True, weights=True, whole=True),
+    Spec("none", "middle", "c", stream=True),
+    Spec("some", "least", "cn", small=True, speculate=True, stream=True),
 )
 # Every mechanism of a plan once, for what is about none of them. Either half has recomputed and resident blocks.
 FEW_PLANS = (
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True, sums=True),
-    Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
-    Spec("some", "least", (CKPT_SWAP, SWAP, NONE), small=True, attention=True),
-    Spec("all", "least", (SWAP, CKPT), packed=True),
+    Spec("none", "least", "nc", small=True, speculate=True, weights=True, sums=True),
+    Spec("none", "least", "cn", speculate=True, stream=True),
+    Spec("some", "least", "isn", small=True, attention=True),
+    Spec("all", "least", "sc", packed=True),
 )
 
 
@@ -104,7 +103,7 @@ def make_plan(
     n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
     memory, away = MemoryModel(profile, hardware, layout), n_chunks - n_persist
     least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
-    modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
+    modes = tuple(_MODES[spec.modes[index % len(spec.modes)]] for index in range(len(profile.blocks)))
     n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
     n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
     plan = evaluate(
@@ -112,9 +111,9 @@ def make_plan(
         hardware,
         n_persist=n_persist,
         n_buffer={"least": least, "middle": (least + most) // 2, "all": most}[spec.buffers],
-        n_swap=modes.count(SWAP),
-        n_ckpt=modes.count(CKPT) + modes.count(CKPT_SWAP),
-        n_ckpt_swap=modes.count(CKPT_SWAP),
+        n_swap=modes.count(BlockMode.SWAP),
+        n_ckpt=modes.count(BlockMode.CKPT) + modes.count(BlockMode.CKPT_SWAP),
+        n_ckpt_swap=modes.count(BlockMode.CKPT_SWAP),
         n_speculate=n_speculate,
         n_weight_only=n_weight_only,
         n_device_sum=-(-away // 2) if spec.sums and profile.accumulation > 1 else 0,

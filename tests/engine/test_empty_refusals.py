@@ -36,10 +36,6 @@ def _a_row(block: Any) -> None:
     block.weight[0] = 1
 
 
-def _all(block: Any) -> None:
-    init.zeros_(block.weight)
-
-
 def _skipped_on_meta(block: Any) -> None:
     init.orthogonal_(block.weight)
 
@@ -50,10 +46,6 @@ def _skipped_data(block: Any) -> None:
 
 def _scaled(block: Any) -> None:
     block.weight.data.mul_(2)
-
-
-def _a_part_of_its_data(block: Any) -> None:
-    block.weight.data[:2].zero_()
 
 
 @torch.no_grad()
@@ -78,7 +70,7 @@ def init_weights(block: Any) -> None:
     init.normal_(block.weight)
 
 
-WRITES = (_a_row, _all, _scaled, _a_part_of_its_data, _into_out, init_weights)
+WRITES = (_a_row, _scaled, _into_out, init_weights)
 UNSEEN = (_skipped_on_meta, _skipped_data)  # by the version of a parameter
 NEVER_SET = (_a_parameter_of_another, _never)
 

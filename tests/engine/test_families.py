@@ -15,26 +15,13 @@ from torch import Tensor, nn
 import protrain
 from protrain import MisuseError, wrap
 from tests.engine.families import FAMILIES, Batch, own_loss
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Loop,
-    Spec,
-    Trainer,
-    adamw,
-    assert_same,
-    check_equal_to_plain,
-    seeded,
-    wrap_under,
-)
+from tests.engine.harness import Loop, Spec, Trainer, adamw, assert_same, check_equal_to_plain, seeded, wrap_under
 from tests.engine.plain_loop import prepare_plain
 
 transformers = pytest.importorskip("transformers")
 
 # Of two blocks in a row either meets two modes, and all four are met.
-PLANS = (Spec("none", "least", (CKPT, SWAP)), Spec("some", "least", (CKPT_SWAP, NONE), small=True))
+PLANS = (Spec("none", "least", "cs"), Spec("some", "least", "in", small=True))
 # Each of these takes a path that no other test does, so every run trains them, half of them in bf16: tests of models
 # have every structure in both types. The others are slow tests, on the CPU.
 QUICK = (

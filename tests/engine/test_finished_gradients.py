@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from protrain.engine.updates.host_updates import Window
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, Trainer, check_equal_to_plain, default_loss
+from tests.engine.harness import FEW_PLANS, Batch, Loop, Trainer, check_equal_to_plain, default_loss
 from tests.engine.test_streamed_updates import first_possible
 
 STEPS = 3
@@ -118,9 +118,9 @@ def adamw_step(master: Tensor, m: Tensor, v: Tensor, g: Tensor, step: int) -> No
 
 
 @functools.cache
-def reference(case: Case, *, rounds: bool = True, made: Callable[[], nn.Module] = make) -> Trained:
-    """``rounds``: whether the finished sum is rounded, as it has to be. ``made`` makes the model."""
-    model = made()
+def reference(case: Case, *, rounds: bool = True) -> Trained:
+    """``rounds``: whether the finished sum is rounded, as it has to be."""
+    model = make()
     parameters = list(model.parameters())
     masters = [parameter.detach().clone() for parameter in parameters]
     moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in masters]
@@ -162,10 +162,10 @@ def reference(case: Case, *, rounds: bool = True, made: Callable[[], nn.Module] 
 # -- what is compared with it ------------------------------------------------------------------------------------------
 
 
-def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch], *, case: Case, no_sync: bool = False) -> None:
+def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch], *, case: Case) -> None:
     """Train by ``case``, to what the reference has."""
     expected = reference(case)
-    assert replace(case.loop, no_sync=no_sync).run(model, optimizer, data) == expected.values
+    assert case.loop.run(model, optimizer, data) == expected.values
     assert optimizer.skipped_steps == expected.skipped == case.skipped
     names = [name for name, _ in make().named_parameters()]
     weights = model.state_dict()
@@ -188,47 +188,14 @@ def test_rounding_matters_and_each_case_is_what_it_says(case: Case) -> None:
     assert all(moved)
 
 
-ALL, NO = Spec("all", "least", (NONE,)), Spec("none", "least", (CKPT, NONE))
-INSIDE = "inside"  # where updates run in the last backward of a step
-WAYS: dict[str, Spec] = {
-    "device": ALL,
-    "host": NO,
-    "sums-on-device": replace(NO, sums=True),
-    "some": Spec("some", "least", (NONE,), small=True),
-    "speculative": Spec("none", "least", (CKPT,), speculate=True),
-    "speculative-sums-on-device": Spec("none", "least", (CKPT,), speculate=True, sums=True),
-    "speculative-weights": Spec("none", "least", (NONE,), small=True, speculate=True, weights=True),
-    "streamed": Spec("none", "least", (CKPT,), small=True, stream=True),
-    INSIDE: Spec("some", "least", (NONE,), small=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, id=f"{name}-{case}")
-        # A way meets either type, with clipping and without, and every other way meets the same cases.
-        for index, name in enumerate(WAYS)
-        for case in (*CASES[index % 2 :: 2], OVERFLOWS[index % 2])
-        # Updates inside backward are refused where norm or verdict are to be known before.
-        if not (name == INSIDE and (case.max_norm is not None or case.dtype is torch.float16))
-    ],
-)
-def test_the_plain_loop_and_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, inside = WAYS[name], name == INSIDE
+@pytest.mark.parametrize("case", CASES + OVERFLOWS, ids=str)
+def test_the_plain_loop_and_the_engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the host had begun speculative updates in time, and were late with all others.
     monkeypatch.setattr(Window, "is_closed", lambda _: False)
     monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
-    options: dict[str, Any] = {"accumulation": case.backwards, "step_during_backward": inside, "tight": True}
-    train = functools.partial(run, case=case, no_sync=inside)
-    data = residual.batches(STEPS * case.backwards)
-    (optimizer,) = check_equal_to_plain(
-        make, data, run=train, dtype=case.dtype, optimizer=adamw, specs=[spec], **options
-    )
-    plan, report = optimizer.plan, optimizer.report()
-    assert plan.accumulation == case.backwards
-    assert (plan.n_device_sum > 0) == spec.sums
-    assert report.host_bytes <= plan.host_bytes
-    assert report.device_bytes <= plan.device_bytes
-    if spec.speculate and case.max_norm is None:
-        assert report.speculative_updates > 0
+    train, data = functools.partial(run, case=case), residual.batches(STEPS * case.backwards)
+    how: dict[str, Any] = {"dtype": case.dtype, "optimizer": adamw, "accumulation": case.backwards}
+    trained = check_equal_to_plain(make, data, run=train, **how)
+    assert [optimizer.plan.n_device_sum > 0 for optimizer in trained] == [spec.sums for spec in FEW_PLANS]
+    if case.max_norm is None:
+        assert trained[0].report().speculative_updates > 0

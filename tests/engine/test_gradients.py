@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from protrain.common.errors import MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import CKPT, FEW_PLANS, NONE, Spec, adamw, default_loss, wrap_under
+from tests.engine.harness import FEW_PLANS, Spec, adamw, default_loss, wrap_under
 from tests.engine.residual import batches, make, wrapped
 
-OFFLOADED = Spec("none", "least", (CKPT,))
-RESIDENT = Spec("all", "least", (NONE,))
+OFFLOADED = Spec("none", "least", "c")
+RESIDENT = Spec("all", "least", "n")
 Wrapped = tuple[nn.Module, ProTrainOptimizer]
 
 

@@ -12,35 +12,20 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import BudgetError
 from tests.engine import residual
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    FEW_PLANS,
-    NONE,
-    SWAP,
-    Batch,
-    Spec,
-    check_equal_to_plain,
-    default_loss,
-    unharmed,
-)
+from tests.engine.harness import FEW_PLANS, Batch, Spec, check_equal_to_plain, default_loss, unharmed
 from tests.engine.residual import Block, Model, batches
 
-MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
-MODES.append(Spec("none", "least", (SWAP,), small=True, packed=True))
+MODES = [Spec("none", "least", mode, small=True) for mode in "ncsi"]
+MODES.append(Spec("none", "least", "s", small=True, packed=True))
 
 
 class Forces(Model):
-    """An energy and its gradient with respect to the inputs; ``graph``: which is trained too."""
-
-    def __init__(self, width: int = 48, *, graph: bool = True) -> None:
-        super().__init__(width, 4)
-        self.graph = graph
+    """An energy and its gradient with respect to the inputs, which is trained too."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         energy = super().forward(x).square().sum()
-        (forces,) = torch.autograd.grad(energy, [x], create_graph=self.graph, retain_graph=True)
+        (forces,) = torch.autograd.grad(energy, [x], create_graph=True)
         return torch.cat([energy[None], forces.flatten()])
 
 
@@ -84,8 +69,8 @@ class WithHead(Model):
 class OwnGradient(Block):
     """A block that computes the gradient of an energy of its own, with respect to its input or a copy."""
 
-    def __init__(self, *, copy: bool, graph: bool) -> None:
-        super().__init__(48)
+    def __init__(self, width: int, *, copy: bool, graph: bool) -> None:
+        super().__init__(width)
         self.copy, self.graph = copy, graph
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,14 +79,6 @@ class OwnGradient(Block):
         (gradient,) = torch.autograd.grad(self.second(hidden).square().sum(), [given], create_graph=self.graph)
         self.aside = self.second(torch.tanh(gradient))  # holds the graph of the last run
         return x + gradient + self.aside
-
-
-class Chain(Model):
-    """Blocks that may be given what they are to compute a gradient through."""
-
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__(48, 0)
-        self.blocks = nn.ModuleList(block() for _ in range(4))
 
 
 class Through(Block):
@@ -115,7 +92,7 @@ class Through(Block):
         return out + gradient.sum()
 
 
-class Throughs(Chain):
+class Throughs(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         for block in self.blocks:
@@ -124,16 +101,15 @@ class Throughs(Chain):
 
 
 # Of blocks that compute gradients every mode meets a copy and none, a graph and none, in one half of the combinations.
-OWN = [*MODES, Spec("all", "least", (CKPT,))]
+OWN = [*MODES, Spec("all", "least", "c")]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[Spec]]] = {
-    "forces": (Forces, FEW_PLANS),
-    "forces without a graph": (partial(Forces, graph=False), FEW_PLANS[::2]),
+    "forces": (partial(Forces, 48, 4), FEW_PLANS),
     "of parameters": (partial(OfParameters, 48, 3), FEW_PLANS),
     "in the head": (partial(WithHead, graph=True), FEW_PLANS),
     # The head holds its weights while the backward that it runs needs those of the blocks.
-    "in the head without a graph": (partial(WithHead, graph=False), [*MODES, Spec("none", "least", (NONE,))]),
+    "in the head without a graph": (partial(WithHead, graph=False), MODES),
     **{
-        f"in blocks, {copy=}, {graph=}": (partial(Chain, partial(OwnGradient, copy=copy, graph=graph)), specs)
+        f"in blocks, {copy=}, {graph=}": (partial(Model, 48, 4, partial(OwnGradient, copy=copy, graph=graph)), specs)
         for copy, graph, specs in (
             *((False, False, OWN[::2]), (True, True, OWN[::2])),
             *((False, True, OWN[1::2]), (True, False, OWN[1::2])),
@@ -150,7 +126,7 @@ def test_bits(name: str, device: torch.device) -> None:
 
 
 def test_blocks_that_compute_gradients_through_others_are_refused() -> None:
-    model = Throughs(partial(Through, 48))
+    model = Throughs(48, 4, Through)
     with pytest.raises(ValueError, match=r"blocks\.1 computes gradients through blocks\.0.*torch\.autograd\.grad"):
         protrain.profile(model, batches(1)[0], device="cpu")
 
@@ -175,7 +151,7 @@ def leave_device_thread_behind(device: torch.device) -> None:
 
 
 def test_weights_that_they_hold_are_counted() -> None:
-    spec, data = Spec("none", "least", (NONE,)), batches(3)
+    spec, data = Spec("none", "least", "n"), batches(3)
     with unharmed(spec, partial(residual.make, 128), data, tight=True) as (model, optimizer):
         with pytest.raises(BudgetError, match=r"simulated device is full.*allow more device_memory"):
             of_inputs(model, data[0])

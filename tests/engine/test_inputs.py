@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from protrain.engine.inputs import Inputs
 from protrain.engine.streams import Streams, streams_for
-from protrain.planning import BlockMode
-from tests.engine.harness import CKPT, CKPT_SWAP, Loop, Spec, adamw, wrap_under
 
 
 class _Own(Tensor):
@@ -86,20 +84,6 @@ def test_other_tensors_are_moved_by_their_own_means(kind: str, monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_a_batch_does_not_take_the_place_of_one_that_is_still_to_be_read() -> None:
-    device = torch.device("cuda", 0)
-    inputs = Inputs(device, streams_for(device))
-    inputs.to_device(torch.zeros(1 << 20))  # compiles
-    torch.cuda.synchronize()
-    work = torch.randn(8192, 8192, device=device)
-    for _ in range(20):
-        work @ work
-    moved = [inputs.to_device(torch.full((1 << 20,), float(index))) for index in range(5)]
-    for index, tensor in enumerate(moved):
-        assert torch.equal(tensor.cpu(), torch.full((1 << 20,), float(index)))
-
-
-@pytest.mark.gpu
 def test_the_thread_does_not_wait_for_what_is_queued() -> None:
     device = torch.device("cuda", 0)
     inputs = Inputs(device, streams_for(device))
@@ -115,34 +99,3 @@ def test_the_thread_does_not_wait_for_what_is_queued() -> None:
     assert not done.query(), "some second"
     for name, tensor in batch.items():
         assert torch.equal(moved[name].cpu(), tensor)
-
-
-class _Gate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) + gate.mean(0))
-
-
-class _Gates(nn.Module):
-    """Each block is given an input of the model as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Gate() for _ in range(3))
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, gate)
-        return x
-
-
-@pytest.mark.parametrize("mode", [CKPT, CKPT_SWAP])
-def test_batches_that_the_script_keeps_take_nothing_of_a_simulated_device(mode: BlockMode) -> None:
-    batches = [(torch.randn(4, 8), torch.randn(1000, 8)) for _ in range(4)]
-    model: nn.Module = _Gates()
-    spec = Spec("none", "least", (mode,))
-    model, optimizer = wrap_under(spec, model, adamw(model), batches[0], tight=True)
-    assert len(Loop().run(model, optimizer, batches)) == 4

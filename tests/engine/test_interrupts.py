@@ -10,13 +10,13 @@ from torch import nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.updates.updates import Updates
-from tests.engine.harness import CKPT, NONE, Calls, Loop, Spec, assert_same, default_loss, seeded, states
+from tests.engine.harness import Calls, Loop, Spec, assert_same, default_loss, seeded, states
 from tests.engine.residual import batches, wrapped
 
 SPECS = (
-    Spec("none", "least", (NONE,), small=True),
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
-    Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
+    Spec("none", "least", "n", small=True),
+    Spec("none", "least", "nc", small=True, speculate=True, weights=True),
+    Spec("some", "least", "cn", small=True, speculate=True, stream=True),
 )
 POINTS = 16
 

@@ -13,26 +13,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain.forward.dispatch import is_attention
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Batch,
-    Spec,
-    adamw,
-    check_equal_to_plain,
-    default_loss,
-    generate_no_code,
-    wrap_under,
-)
+from tests.engine import residual
+from tests.engine.harness import Batch, Spec, adamw, check_equal_to_plain, default_loss, generate_no_code, wrap_under
 
 HEADS, HEAD_SIZE, SEQUENCE, DEPTH = 2, 16, 32, 3
 WIDTH = HEADS * HEAD_SIZE
 KEEPING = (
-    Spec("all", "least", (CKPT,), attention=True),
-    Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
-    Spec("some", "least", (CKPT_SWAP, SWAP, NONE), attention=True),
+    Spec("all", "least", "c", attention=True),
+    Spec("none", "least", "i", small=True, attention=True),
+    Spec("some", "least", "isn", attention=True),
 )
 
 
@@ -76,18 +65,8 @@ class Block(nn.Module):
         return x + F.dropout(self.out(query.transpose(1, 2).flatten(2)), self.dropout)
 
 
-class Rows(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(DEPTH))
-        self.leave = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
+def make(**options: Any) -> nn.Module:
+    return residual.make(WIDTH, DEPTH, lambda _: Block(**options))
 
 
 def rows(count: int = 4) -> list[Batch]:
@@ -108,19 +87,19 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
         generate_no_code(monkeypatch)
     torch._dynamo.reset()
     found = {}
-    for modes in ((CKPT,), (CKPT_SWAP,), (NONE,)):
+    for modes in "cin":
         for attention in (False, True):
-            model = Rows(repeats=2)
+            model = make(repeats=2)
             spec = Spec("none", "least", modes, attention=attention)
             wrapped, optimizer = wrap_under(
                 spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
             )
             assert optimizer.plan.keep_attention == attention
-            found[modes[0].value, attention] = computed(wrapped, rows()[0])
+            found[modes, attention] = computed(wrapped, rows()[0])
     torch._dynamo.reset()
     twice, once = 2 * 2 * DEPTH, 2 * DEPTH
-    modes_found = {name: [found[name, False], found[name, True]] for name in ("ckpt", "ckpt_swap", "none")}
-    assert modes_found == {"ckpt": [twice, once], "ckpt_swap": [twice, once], "none": [once, once]}
+    modes_found = {name: [found[name, False], found[name, True]] for name in "cin"}
+    assert modes_found == {"c": [twice, once], "i": [twice, once], "n": [once, once]}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +115,7 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
     ids=str,
 )
 def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    check_equal_to_plain(functools.partial(Rows, **options), rows(2), device=device, dtype=dtype, specs=KEEPING)
+    check_equal_to_plain(functools.partial(make, **options), rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])

@@ -12,17 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import residual
-from tests.engine.harness import (
-    CKPT_SWAP,
-    FEW_PLANS,
-    NONE,
-    SWAP,
-    Batch,
-    Spec,
-    Trainer,
-    check_equal_to_plain,
-    default_loss,
-)
+from tests.engine.harness import FEW_PLANS, Batch, Spec, Trainer, check_equal_to_plain, default_loss
 from tests.engine.late_streams import Watch
 from tests.engine.lateness import Lateness
 from tests.random_scripts.compare import case_of, compare
@@ -30,9 +20,9 @@ from tests.random_scripts.compare import case_of, compare
 WIDTH = 16
 SPECS = (
     *FEW_PLANS,
-    Spec("none", "middle", (SWAP,), speculate=True),
-    Spec("none", "all", (SWAP, NONE), small=True, packed=True),
-    Spec("none", "least", (CKPT_SWAP,), speculate=True),
+    Spec("none", "middle", "s", speculate=True),
+    Spec("none", "all", "sn", small=True, packed=True),
+    Spec("none", "least", "i", speculate=True),
 )
 SCHEDULES = ("late", "early", "random")
 
@@ -98,6 +88,6 @@ def test_swapped_activations_come_back_after_a_backward_that_skipped_some(latene
     def blocks() -> nn.Module:
         return nn.Sequential(Gated(), Gated(), Gated(), Gated())
 
-    modes = [Spec("all", "least", (SWAP,)), Spec("none", "least", (SWAP, NONE)), Spec("none", "least", (CKPT_SWAP,))]
+    modes = [Spec("all", "least", "s"), Spec("none", "least", "sn"), Spec("none", "least", "i")]
     data = [(x.repeat(1, WIDTH // 8),) for (x,) in residual.batches(3)]
     check_equal_to_plain(blocks, data, run=run, specs=modes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from protrain.engine.engine import Engine
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
+from tests.engine.harness import Spec, adamw, wrap_under
 from tests.engine.true_memory import Batch, train
 
 
@@ -46,11 +46,11 @@ def census(optimizer: ProTrainOptimizer) -> Counter[Any]:
 @pytest.mark.parametrize(
     "spec",
     [
-        Spec("some", "least", (SWAP, CKPT, NONE)),
-        Spec("none", "least", (SWAP,)),
-        Spec("none", "least", (SWAP,), packed=True),
-        Spec("none", "least", (CKPT_SWAP,)),
-        Spec("some", "least", (CKPT_SWAP, SWAP), attention=True),
+        Spec("some", "least", "scn"),
+        Spec("none", "least", "s"),
+        Spec("none", "least", "s", packed=True),
+        Spec("none", "least", "i"),
+        Spec("some", "least", "is", attention=True),
     ],
     ids=str,
 )
@@ -86,7 +86,7 @@ def test_dropping_model_and_optimizer_frees_everything(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], failed: bool
 ) -> None:
     model = tiny_model("gpt2")
-    spec = Spec("some", "least", (SWAP, CKPT, NONE), speculate=True)
+    spec = Spec("some", "least", "scn", speculate=True)
     model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
     train(model, optimizer, tiny_batch())

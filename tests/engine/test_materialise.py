@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.engine import families
-from tests.engine.harness import CKPT, NONE, Batch, Spec, adamw, assert_same, wrap_under
+from tests.engine import families, residual
+from tests.engine.harness import Batch, Spec, adamw, assert_same, seeded, wrap_under
 from tests.engine.plain_loop import rounded
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-SPECS = (Spec("none", "least", (CKPT,)), Spec("some", "middle", (NONE,), small=True), Spec("all", "least", (NONE,)))
+# Mixtral has one tensor for all experts of a layer, and its files have matrices of each.
+EXPERT = "model.layers.1.block_sparse_moe.experts.2"  # as files call it
+SPECS = (Spec("none", "least", "c"), Spec("some", "middle", "n", small=True), Spec("all", "least", "n"))
 WIDTH, LAYERS = 48, 4
 
 
@@ -27,9 +31,14 @@ def gpt2() -> Any:
     return families.make_of_transformers("gpt2", "GPT2LMHeadModel", {"n_embd": WIDTH, "n_layer": LAYERS})
 
 
-def empty() -> Any:
+def mixtral() -> Any:
+    with seeded():
+        return families.make_of_transformers("mixtral", "MixtralForCausalLM", {"num_hidden_layers": 2})
+
+
+def empty(make: Callable[[], Any] = gpt2) -> Any:
     with protrain.empty_parameters():
-        model = gpt2()
+        model = make()
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
     return model
@@ -58,24 +67,29 @@ def test_initialisation_follows_the_models_own_rule(wrapped: Callable[..., Any])
 # -- weights= ----------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path, *, shards: bool = False, prefix: bool = True) -> Any:
+def saved(folder: Path, make: Callable[[], Any] = gpt2, *, shards: bool = False, prefix: bool = True) -> Any:
     """A model whose weights are in ``folder``; ``prefix=False`` saves the base model alone, as GPT-2 is published."""
-    model = gpt2()
-    (model if prefix else model.base_model).save_pretrained(folder, max_shard_size="60KB" if shards else "5GB")
+    model = make()
+    (model if prefix else model.base_model).save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
     assert (len(list(folder.glob("*.safetensors"))) > 1) == shards
     return model
 
 
 @pytest.mark.parametrize(
-    ("prefix", "shards", "dtype"),
-    [(True, False, torch.float32), (True, True, torch.bfloat16), (False, True, torch.float16)],
+    ("make", "prefix", "shards", "dtype"),
+    [(gpt2, True, False, torch.float32), (gpt2, False, True, torch.float16), (mixtral, True, True, torch.bfloat16)],
 )
 def test_weights_are_those_of_the_files(
-    prefix: bool, shards: bool, dtype: torch.dtype, tmp_path: Path, wrapped: Callable[..., Any]
+    make: Callable[[], Any],
+    prefix: bool,
+    shards: bool,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    wrapped: Callable[..., Any],
 ) -> None:
-    """Files in several parts go into offloaded chunks, others into persistent ones, too."""
-    reference = saved(tmp_path, shards=shards, prefix=prefix)
-    model, optimizer = wrapped(empty(), SPECS[0 if shards else 1], dtype, weights=tmp_path)
+    """Files in several parts, over which the experts of a layer are spread, go into offloaded chunks."""
+    reference = saved(tmp_path, make, shards=shards, prefix=prefix)
+    model, optimizer = wrapped(empty(make), SPECS[0 if shards else 1], dtype, weights=tmp_path)
     found = model.state_dict()
     for name, value in reference.state_dict().items():
         assert torch.equal(found[name].cpu(), rounded(value, dtype)), name
@@ -189,40 +203,71 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     safetensors_torch.save_file(tensors, file)
 
 
-def _with_positions(value: Tensor) -> Callable[[Path], None]:
-    return lambda folder: rewrite(folder, lambda tensors: tensors.update({"transformer.wpe.weight": value}))
+def _with(key: str, value: Tensor) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, lambda tensors: tensors.update({key: value}))
 
 
-def _without_one(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.pop("transformer.h.2.ln_1.bias"))
+def _without(keys: str) -> Callable[[Path], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if re.search(keys, key)]:
+            del tensors[key]
+
+    return lambda folder: rewrite(folder, change)
+
+
+def _other_head(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] + 1}))
+
+
+POSITIONS, GATE = "transformer.wpe.weight", "model.layers.1.block_sparse_moe.gate.weight"
+OTHERS = r"experts\.0\.w[12]\.weight and {} more in model\.safetensors"
+NOT_MERGED = r" do not make model\.layers\.1\.mlp\.experts\.gate_up_proj, as transformers"
+DAMAGE: list[tuple[Callable[[], Any], Callable[[Path], None], str]] = [
+    (gpt2, _remove, r"no \.safetensors file in"),
+    (gpt2, _truncate, "cannot be read: "),
+    (gpt2, _without(r"h\.2\.ln_1\.bias"), r"lacks 1 of \d+ parameters, among them transformer\.h\.2\.ln_1\.bias"),
+    (
+        gpt2,
+        _with(POSITIONS, torch.zeros(64, WIDTH).to(torch.float8_e4m3fn)),
+        r"transformer\.wpe\.weight in model\.safetensors is F8_E4M3: quantized .*; save the model in bfloat16",
+    ),
+    (
+        gpt2,
+        _with(POSITIONS, torch.zeros(5, WIDTH)),
+        r"transformer\.wpe\.weight in model\.safetensors has shape \(5, 48\), the model's is \(64, 48\)",
+    ),
+    (
+        gpt2,
+        _other_head,
+        r"transformer\.wte\.weight and lm_head\.weight in .* have different values, and both are transformer\.wte",
+    ),
+    (mixtral, _without(r"layers\.1.*experts\.2\."), OTHERS.format(5) + r".* has shape \(3, 128, 32\)"),
+    (mixtral, _without(r"layers\.1.*experts\.2\.w1"), OTHERS.format(6) + NOT_MERGED),
+    (mixtral, _with(f"{EXPERT}.w1.weight", torch.zeros(64, 31)), OTHERS.format(7) + NOT_MERGED),
+    (mixtral, _without(r"layers\.1.*w2"), r"lacks 1 of \d+ parameters, among them model\.layers\.1\..*\.down_proj"),
+    (
+        mixtral,
+        _with(GATE, torch.zeros(4, 31)),
+        r"gate\.weight in .*, which is model\.layers\.1\.mlp\.gate\.weight in the model, has shape \(4, 31\)",
+    ),
+]
 
 
 @pytest.mark.usefixtures("no_profile")
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_remove, r"no \.safetensors file in"),
-        (_truncate, "cannot be read: "),
-        (_without_one, r"lacks 1 of \d+ parameters, among them transformer\.h\.2\.ln_1\.bias"),
-        (
-            _with_positions(torch.zeros(64, WIDTH).to(torch.float8_e4m3fn)),
-            r"transformer\.wpe\.weight in model\.safetensors is F8_E4M3: quantized .*; save the model in bfloat16",
-        ),
-        (
-            _with_positions(torch.zeros(5, WIDTH)),
-            r"transformer\.wpe\.weight in model\.safetensors has shape \(5, 48\), the model's is \(64, 48\)",
-        ),
-    ],
-)
-def test_damaged_weights_are_named(
-    damage: Callable[[Path], None], words: str, tmp_path: Path, wrapped: Callable[..., Any]
+@pytest.mark.parametrize(("make", "damage", "words"), DAMAGE)
+def test_damaged_weights_are_named_before_anything_is_loaded(
+    make: Callable[[], Any],
+    damage: Callable[[Path], None],
+    words: str,
+    tmp_path: Path,
+    wrapped: Callable[..., Any],
 ) -> None:
-    saved(tmp_path)
+    saved(tmp_path, make)
     damage(tmp_path)
-    model = empty()
+    model = empty(make)
     with pytest.raises(ValueError, match=f"weights: .*{words}"):
         wrapped(model, weights=tmp_path)
-    assert all(parameter.is_meta for parameter in model.parameters()), "nothing was loaded"
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("no_profile")
@@ -241,12 +286,26 @@ def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any])
         wrapped(empty(), weights=tmp_path)
 
 
-@pytest.mark.usefixtures("no_profile")
-def test_a_tied_head_whose_values_differ_in_the_files_is_an_error(tmp_path: Path) -> None:
-    saved(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] + 1}))
-    model = empty()
-    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
-    words = r"transformer\.wte\.weight and lm_head\.weight in .* have different values, and both are transformer\.wte"
-    with pytest.raises(ValueError, match=rf"weights: {words}.*: where it ties the two, build it so that it does not"):
-        protrain.wrap(model, adamw(model), example_batch=batch, weights=tmp_path, device="cpu", progress=False)
+def test_a_model_of_no_library_needs_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = residual.make()
+    safetensors_torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
+    model = empty(residual.make)
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), residual.batches(1)[0], weights=tmp_path)
+    assert_same(dict(wrapped.state_dict()), dict(source.state_dict()))
+
+
+def test_a_transformers_without_rules_of_merging_reads_what_needs_none(
+    tmp_path: Path, wrapped: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, mixtral)
+    monkeypatch.delattr("transformers.core_model_loading.rename_source_key")
+    with pytest.raises(
+        ValueError, match=r"lacks \d+ of \d+ parameters, among them model\.layers\.0\.mlp\.gate\.weight"
+    ):
+        wrapped(empty(mixtral), weights=tmp_path)
+    reference = saved(tmp_path)
+    model, _ = wrapped(empty(), weights=tmp_path)
+    assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))

@@ -15,7 +15,7 @@ from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from tests.engine import residual
-from tests.engine.harness import CKPT, FEW_PLANS, PLANS, Loop, Spec, adamw, check_equal_to_plain, wrap_under
+from tests.engine.harness import FEW_PLANS, PLANS, Loop, Spec, adamw, check_equal_to_plain, wrap_under
 
 STEPS = 4
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -47,7 +47,7 @@ def test_bits(
 def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch.device) -> None:
     """Four bytes a parameter less, and as many of a second copy."""
     spec, model, batch = (
-        Spec("none", "least", (CKPT,), speculate=speculate),
+        Spec("none", "least", "c", speculate=speculate),
         residual.make(width=256),
         residual.batches(1)[0],
     )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError
-from tests.engine.harness import CKPT, NONE, Spec, adamw, check_equal_to_plain, default_loss
+from tests.engine.harness import Spec, adamw, check_equal_to_plain, default_loss
 from tests.engine.residual import batches, make, unharmed, wrapped
 
-RESIDENT = Spec("all", "least", (NONE,))
-OFFLOADED = Spec("none", "least", (CKPT, NONE))
+RESIDENT = Spec("all", "least", "n")
+OFFLOADED = Spec("none", "least", "cn")
 BOTH = pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
 
 

@@ -13,27 +13,15 @@ from torch.nn import functional as F
 import protrain
 from protrain.common.errors import MisuseError
 from tests.engine import harness
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Loop,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    seeded,
-    wrap_under,
-)
+from tests.engine.harness import Loop, Spec, adamw, assert_same, default_loss, seeded, wrap_under
 from tests.engine.residual import batches, make, unharmed, wrapped
 
-RESIDENT = Spec("all", "least", (NONE,))
+RESIDENT = Spec("all", "least", "n")
 SPECS = (
     RESIDENT,
-    Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
-    Spec("none", "least", (CKPT,), stream=True),
+    Spec("some", "least", "csn", speculate=True),
+    Spec("none", "least", "nc", small=True, speculate=True, weights=True),
+    Spec("none", "least", "c", stream=True),
 )
 NAME = "blocks.1.first.weight"
 
@@ -132,20 +120,13 @@ def test_other_storage_does_no_harm_and_other_values_in_it_are_refused(spec: Spe
 # -- flags and edits ---------------------------------------------------------------------------------------------------
 
 
-PLANS = (
-    RESIDENT,
-    Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
-    Spec("none", "least", (CKPT_SWAP, NONE), small=True, speculate=True),
-)
-
-
 def make_with_a_frozen_block() -> nn.Module:
     model = make()
     model.get_submodule("blocks.1").requires_grad_(False)
     return model
 
 
-@pytest.mark.parametrize("spec", PLANS, ids=str)
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
 def test_what_was_frozen_when_wrapped_cannot_be_trained(spec: Spec, device: torch.device) -> None:
     """It may be thawed for a forward without gradients, as peft does it for the reference model of TRL's DPOTrainer."""
     data = batches(3)
@@ -168,7 +149,7 @@ def test_what_was_frozen_when_wrapped_cannot_be_trained(spec: Spec, device: torc
             assert not frozen.requires_grad
 
 
-@pytest.mark.parametrize("spec", PLANS, ids=str)
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
 def test_a_wrong_shape_keeps_no_edit_and_does_no_harm(spec: Spec, device: torch.device) -> None:
     def edit(model: nn.Module) -> None:
         with protrain.full_parameters(model), torch.no_grad():
@@ -180,7 +161,7 @@ def test_a_wrong_shape_keeps_no_edit_and_does_no_harm(spec: Spec, device: torch.
         edit(model)
 
 
-@pytest.mark.parametrize("spec", PLANS, ids=str)
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
 def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -> None:
     with unharmed(spec, device=device) as (model, optimizer):
         loss = default_loss(model, batches(1)[0])
@@ -200,7 +181,7 @@ def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -
 # -- edits elsewhere ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [RESIDENT, Spec("none", "least", (CKPT,))], ids=str)
+@pytest.mark.parametrize("spec", [RESIDENT, Spec("none", "least", "c")], ids=str)
 def test_a_forward_that_edits_its_weight_is_refused(spec: Spec, device: torch.device) -> None:
     """As an embedding with max_norm does. Every later use is refused, too: the weight of the last step may be gone."""
     ids = torch.arange(32).view(2, 16)
@@ -215,7 +196,7 @@ def test_a_forward_that_edits_its_weight_is_refused(spec: Spec, device: torch.de
 
 @pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
 def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool, device: torch.device) -> None:
-    with unharmed(PLANS[1], device=device, step_during_backward=inside) as (model, optimizer):
+    with unharmed(SPECS[1], device=device, step_during_backward=inside) as (model, optimizer):
         optimizer.param_groups[1]["maximize"] = True
         with pytest.raises(ValueError, match="maximize=True of Adam and AdamW is not supported"):
             Loop().run(model, optimizer, batches())
@@ -225,17 +206,3 @@ def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool,
         state["param_groups"][0]["amsgrad"] = True
         with pytest.raises(ValueError, match="amsgrad=True of Adam and AdamW is not supported"):
             optimizer.load_state_dict(state)
-
-
-def test_entering_full_parameters_without_memory_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    clone, calls = Tensor.clone, iter(range(1, 1000))
-
-    def short(tensor: Tensor, **options: Any) -> Tensor:
-        if next(calls) == 4:
-            raise MemoryError("no memory for the copy")
-        return clone(tensor, **options)
-
-    with unharmed(PLANS[1]) as (model, _), monkeypatch.context() as patch:
-        patch.setattr(Tensor, "clone", short)
-        with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
-            raise AssertionError("not reached")

@@ -15,8 +15,6 @@ from protrain.engine.updates.host_updates import Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
-    CKPT,
-    NONE,
     Batch,
     Loop,
     Run,
@@ -28,7 +26,7 @@ from tests.engine.harness import (
     states,
 )
 
-STATES = Spec("none", "least", (NONE, CKPT), speculate=True)
+STATES = Spec("none", "least", "nc", speculate=True)
 WEIGHTS = replace(STATES, weights=True)
 BOTH = replace(WEIGHTS, whole=True)  # all states of some chunks, and the weights of the others
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import protrain
 from protrain.engine.report import Report
 from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, wrap_under
+from tests.engine.harness import Loop, Spec, adamw, wrap_under
 
 Batch = dict[str, Tensor]
-LOOP, OFFLOADED = Loop(max_norm=1.0, scheduler=False), Spec("none", "least", (NONE,))
+LOOP, OFFLOADED = Loop(max_norm=1.0, scheduler=False), Spec("none", "least", "n")
 _BOTH = ("ProTrain, measured", "ProTrain, predicted")
 
 
@@ -44,9 +44,7 @@ def test_a_trace_has_every_unit_copy_and_update(
     losses = []
     for traced in (False, True):
         model = tiny_model("llama")
-        wrapped, optimizer = wrap_under(
-            Spec("some", "least", (SWAP, CKPT, NONE)), model, adamw(model), batches[0], device=device
-        )
+        wrapped, optimizer = wrap_under(Spec("some", "least", "scn"), model, adamw(model), batches[0], device=device)
         values = LOOP.run(wrapped, optimizer, batches[:2])
         if traced:
             with protrain.trace(optimizer, tmp_path / "new" / "trace.json"):

@@ -9,19 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.planning import BlockMode
-from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
-    NONE,
-    SWAP,
-    Loop,
-    Spec,
-    adamw,
-    check_equal_to_plain,
-    unharmed,
-    wrap_under,
-)
+from tests.engine.harness import Loop, Spec, adamw, check_equal_to_plain, unharmed, wrap_under
 from tests.engine.residual import batches as rows
 
 WIDTH = 32
@@ -77,21 +65,21 @@ def batches() -> list[tuple[Tensor]]:
 @pytest.mark.parametrize(
     ("what", "mode", "packed"),
     [
-        ("saved", NONE, False),
-        ("saved", SWAP, False),
-        ("saved", SWAP, True),
-        ("output", NONE, False),
-        ("output", SWAP, False),
-        ("output", SWAP, True),
-        ("input", CKPT, False),
-        ("input", CKPT_SWAP, False),
+        ("saved", "n", False),
+        ("saved", "s", False),
+        ("saved", "s", True),
+        ("output", "n", False),
+        ("output", "s", False),
+        ("output", "s", True),
+        ("input", "c", False),
+        ("input", "i", False),
     ],
     ids=str,
 )
 def test_what_backward_needs_was_changed(
-    what: str, mode: BlockMode, packed: bool, persist: str, device: torch.device
+    what: str, mode: str, packed: bool, persist: str, device: torch.device
 ) -> None:
-    spec = Spec(persist, "least", (mode,), packed=packed)
+    spec = Spec(persist, "least", mode, packed=packed)
     with unharmed(spec, Model, batches(), device=device) as (model, optimizer):
         model.change(what)
         needs = "its inputs" if what == "input" else "tensors that it saved"
@@ -104,18 +92,18 @@ def test_what_backward_needs_was_changed(
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("mode", [NONE, SWAP], ids=str)
-def test_inputs_that_nobody_saved_may_change(mode: BlockMode, device: torch.device) -> None:
+@pytest.mark.parametrize("mode", ["n", "s"], ids=str)
+def test_inputs_that_nobody_saved_may_change(mode: str, device: torch.device) -> None:
     def run(model: Any, optimizer: Any, data: Any) -> list[float]:
         model.change("input")
         return Loop().run(model, optimizer, data)
 
-    check_equal_to_plain(Model, batches(), run=run, device=device, specs=[Spec("none", "least", (mode,))])
+    check_equal_to_plain(Model, batches(), run=run, device=device, specs=[Spec("none", "least", mode)])
 
 
 # -- views of weights that are kept ------------------------------------------------------------------------------------
 
-SPECS = tuple(Spec(persist, "least", (mode,)) for persist in ("none", "all") for mode in (NONE, CKPT, SWAP))
+SPECS = tuple(Spec(persist, "least", mode) for persist in ("none", "all") for mode in "ncs")
 
 
 class Product(torch.autograd.Function):

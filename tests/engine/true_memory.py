@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-import protrain
 from protrain.common.batch import loss_of
-from protrain.common.errors import PlanError
 from protrain.common.trees import tensors_in
 from protrain.engine.engine import Engine
-from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning import Plan
 from protrain.profiler.memory_meter import StorageMeter
 from tests.engine.families import make_of_transformers
-from tests.engine.harness import adamw
-from tests.engine.profiles import shared_profile
 
 VOCABULARY = 256
 Batch = dict[str, Tensor]
@@ -46,67 +39,13 @@ def make_batch(size: int = 2) -> Batch:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def plans_within_budgets(
-    make: Callable[[], nn.Module], batch: Batch, dtype: torch.dtype, *, count: int, least_ratio: float = 1.0
-) -> list[Plan]:
-    """Plans under ``count`` budgets, from what anything needs to all that helps: none takes more, or hardly less.
-
-    The last budget must be ``least_ratio`` times the first.
-    """
-    model = make()
-    profile = shared_profile(model, batch, optimizer=adamw(model), device=torch.device("cpu"), dtype=dtype)
-
-    def machine(device_bytes: int) -> protrain.HardwareProfile:
-        return detect("cpu", device_memory=device_bytes, host_memory="1GiB")
-
-    most = protrain.search(profile, machine(1 << 40)).device_bytes
-    with pytest.raises(PlanError) as caught:
-        protrain.search(profile, machine(1024))
-    least, plans = caught.value.needed_bytes, []
-    assert most > least_ratio * least, "nothing to choose from"
-    for step in range(count):
-        budget = least + (most - least) * step // (count - 1)
-        model = make()
-        model, optimizer = protrain.wrap(
-            model,
-            adamw(model),
-            example_batch=batch,
-            device="cpu",
-            dtype=dtype,
-            device_memory=budget,
-            host_memory="1GiB",
-            progress=False,
-        )
-        plan, report = optimizer.plan, optimizer.report
-        plans.append(plan)
-        peak = true_peak_bytes(model, optimizer, batch)
-        assert peak <= budget, str(plan)
-        assert peak > 0.9 * plan.device_bytes, f"{plan} was predicted to take {plan.device_bytes}, took {peak}"
-        assert report().device_bytes <= plan.device_bytes
-        assert report().host_bytes <= plan.host_bytes
-    return plans
-
-
-def train(
-    model: nn.Module,
-    optimizer: ProTrainOptimizer,
-    batch: Mapping[str, Tensor],
-    *,
-    steps: int = 1,
-    backwards: int = 1,
-    inside: bool = False,
-) -> None:
-    """With what the model returns held until it returns the next; ``inside`` the last backward of a step it is made."""
-    for _ in range(steps):
-        for left in reversed(range(backwards)):
-            only_adds: Any = model.no_sync if inside and left else nullcontext
-            with only_adds():
-                output = model(**batch)
-                optimizer.backward(output.loss)
-        if not inside:
-            optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, *, backwards: int = 1) -> None:
+    """A step of ``backwards`` backwards."""
+    for _ in range(backwards):
+        optimizer.backward(model(**batch).loss)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class DeviceMeter(StorageMeter):
@@ -138,30 +77,15 @@ def resident(engine: Engine) -> list[Tensor]:
     return [tensor for address, tensor in found.items() if address not in arena]
 
 
-def true_peak_bytes(
-    model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, *, backwards: int = 1, inside: bool = False
-) -> int:
-    """Most device memory during a step: what lies there, the batch, and whatever operations allocate."""
-    engine = optimizer._engine
-    train(model, optimizer, batch, backwards=backwards, inside=inside)
-    engine.updates.wait()
-    meter = DeviceMeter(engine)
-    meter.count(resident(engine))
-    meter.count(batch.values())
-    with meter:
-        train(model, optimizer, batch, steps=2, backwards=backwards, inside=inside)
-    engine.updates.wait()
-    return meter.peak_bytes
-
-
-def peak_of_second_step(
+def peak_bytes(
     optimizer: ProTrainOptimizer,
     forward: Callable[[], Any],
-    inputs: list[Tensor],
+    inputs: Iterable[Tensor],
     *,
     loss: Callable[[Any], Tensor] = loss_of,
+    backwards: int = 1,
 ) -> int:
-    """Most bytes alive on the simulated device, with ``inputs`` there throughout and outputs until the next."""
+    """Most bytes alive in the second step: ``inputs``, outputs until the next, and all of the engine."""
     meter = DeviceMeter(optimizer._engine)
     output: Any = None
     for measured in (False, True):
@@ -170,8 +94,11 @@ def peak_of_second_step(
             meter.count(resident(optimizer._engine))
             meter.count([*inputs, *tensors_in(output)])
         with meter if measured else nullcontext():
-            output = forward()
-            loss(output).backward()
+            for _ in range(backwards):
+                output = forward()
+                optimizer.backward(loss(output))
+            optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
+    optimizer._engine.updates.wait()
     return meter.peak_bytes

@@ -23,12 +23,12 @@ def test_rates_of_collectives_count_the_whole_tensor() -> None:
 
 
 def test_ranks_of_a_machine_share_its_host() -> None:
-    whole = replace(MACHINE, host_bytes=90, cpu_threads=7, host_adam_weight_gparams=None, host_adam_p20_gparams=0.9)
+    whole = replace(MACHINE, host_bytes=90, cpu_threads=7, host_adam_weight_gparams=None, host_adam_narrow_gparams=0.9)
     one = whole.shared_by(3)
     assert (one.world_size, one.host_bytes, one.cpu_threads) == (3, 30, 2)
     assert one.host_adam_gparams == pytest.approx(whole.host_adam_gparams / 3)
     assert one.host_dram_gbps == pytest.approx(whole.host_dram_gbps / 3)
-    assert one.host_adam_p20_gparams == pytest.approx(0.3)
+    assert one.host_adam_narrow_gparams == pytest.approx(0.3)
     assert one.host_adam_weight_gparams is None
     assert (one.device_bytes, one.h2d_gbps) == (whole.device_bytes, whole.h2d_gbps), "a GPU's own"
     assert whole.shared_by(1) == whole

@@ -13,8 +13,7 @@ import torch
 
 from protrain.hardware.calibration.activities import pinned
 from protrain.hardware.calibration.report import (
-    clock_warnings,
-    link_warnings,
+    card_warnings,
     machine_warnings,
     warnings_of_all,
 )
@@ -79,18 +78,18 @@ def test_a_healthy_card_or_one_that_a_virtual_machine_hides_raises_no_warning(li
     assert hidden.pcie_width is hidden.pcie_generation_max is None
     assert library() == healthy
     for facts in (healthy, hidden, None):
-        assert link_warnings(facts) == clock_warnings(facts) == []
+        assert card_warnings(facts) == []
 
 
 def test_a_narrow_or_slow_link_and_a_card_that_slows_itself_down_are_told(library: Library) -> None:
-    (narrow,) = link_warnings(library(nvmlDeviceGetCurrPcieLinkWidth=lambda card: 8))
+    (narrow,) = card_warnings(library(nvmlDeviceGetCurrPcieLinkWidth=lambda card: 8))
     assert "runs at width x8 while it copies, and card and slot allow x16: check slot" in narrow
-    slow, _ = link_warnings(
+    slow, _ = card_warnings(
         library(nvmlDeviceGetCurrPcieLinkGeneration=lambda card: 3, nvmlDeviceGetCurrPcieLinkWidth=lambda card: 4)
     )
     assert "runs at generation 3" in slow
     for fault in (0x08, 0x20, 0x40, 0x80):
-        (line,) = clock_warnings(library(nvmlDeviceGetCurrentClocksThrottleReasons=lambda card, fault=fault: fault))
+        (line,) = card_warnings(library(nvmlDeviceGetCurrentClocksThrottleReasons=lambda card, fault=fault: fault))
         assert "slows itself down, by heat" in line
 
 

@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integrations.clients import llama
 
@@ -40,13 +39,10 @@ class _Own(_Trainer):
     """The Trainer of a framework."""
 
 
-def test_any_trainer_trains_within_the_limits_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_trainer_trains_within_limits(tmp_path: Path) -> None:
     rows = [{"input_ids": [*range(start, start + 8)], "labels": [*range(start, start + 8)]} for start in range(16)]
     losses = []
-    monkeypatch.setenv("PROTRAIN_DEVICE_MEMORY", "460KiB")
-    for kind in (_Own, on_protrain(_Own)):
+    for kind in (_Own, on_protrain(_Own, device_memory="460KiB", example_batch=None)):
         options: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2}
         arguments = transformers.TrainingArguments(
             **options, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True
@@ -93,7 +89,7 @@ def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
     _module(monkeypatch, "axolotl.core.trainers.dpo", DPOStrategy=DPOStrategy)
     _module(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
     plugin = _file("protrain_axolotl.py")["ProTrainPlugin"]()
-    assert issubclass(plugin.get_trainer_cls(SimpleNamespace(rl=None)), ProTrainMixin)
+    assert issubclass(plugin.get_trainer_cls(SimpleNamespace(rl=None, sample_packing=True)), ProTrainMixin)
     assert plugin.get_trainer_cls(SimpleNamespace(rl="dpo")) is None
     assert issubclass(DPOStrategy.get_trainer_class(), ProTrainMixin)
     assert DPOStrategy.get_trainer_class() is DPOStrategy.get_trainer_class(), "axolotl compares them"
@@ -111,44 +107,3 @@ def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     _module(monkeypatch, "swift.trainers", TrainerFactory=TrainerFactory)
     _file("protrain_swift.py")
     assert issubclass(TrainerFactory.get_trainer_cls("arguments"), ProTrainMixin)
-
-
-class _Packing(torch.utils.data.BatchSampler):
-    """Batches of lists of rows, as axolotl's sampler gives them: a collator makes one row of each list."""
-
-    def __iter__(self) -> Any:
-        return iter([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]])
-
-
-class _Packed(ProTrainMixin, _Own):
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        sampler = _Packing(torch.utils.data.SequentialSampler(range(12)), 2, drop_last=True)
-        rows = [[*range(8)] for _ in range(12)]
-
-        def collate(packs: list[list[list[int]]]) -> dict[str, torch.Tensor]:
-            ids = torch.tensor([[word for row in pack for word in row] for pack in packs])
-            return {"input_ids": ids, "labels": ids}
-
-        class Fetched(torch.utils.data.Dataset[Any]):
-            def __len__(self) -> int:
-                return 12
-
-            def __getitem__(self, pack: list[int]) -> list[list[int]]:
-                return [rows[index] for index in pack]
-
-        return torch.utils.data.DataLoader(Fetched(), batch_sampler=sampler, collate_fn=collate)
-
-    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        self._train_loader = self._get_dataloader()
-        return self._train_loader
-
-
-def test_the_plan_is_for_the_batches_of_a_sampler_that_packs(tmp_path: Path) -> None:
-    """A row of the dataset, which is what a plan is made for otherwise, is less than a row of a batch."""
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
-    )
-    trainer: Any = _Packed(model=llama(), args=arguments, train_dataset=[{}])
-    with pytest.warns(UserWarning, match="the plan is made for the first batch"):
-        trainer.train()
-    assert trainer.optimizer.optimizer.plan.tokens == 2 * 16

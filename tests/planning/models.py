@@ -25,7 +25,6 @@ MACHINE = replace(
     H100,
     contention=(),
     streamed_adam_gparams=None,
-    flatten_gbps=None,
     host_adam_gparams=1.28,
     device_adam_gparams=128.0,
     device_copy_gbps=1e6,

@@ -141,13 +141,9 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
     model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
     learn(model, optimizer)
     protrain.export(model, tmp_path / "adapter")
-    protrain.export(model, tmp_path / "merged", merge=True)
     read = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    name = "base_model.model.lm_head.modules_to_save.default.weight"
     with torch.no_grad():
         assert torch.equal(read(**tokens()).logits, model.eval()(**tokens()).logits)
-    assert torch.equal(merged.state_dict()["lm_head.weight"], model.state_dict()[name])
 
 
 class Layered(nn.Module):

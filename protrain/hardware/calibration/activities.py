@@ -9,19 +9,20 @@ training uses: ranks gather the weights of a chunk, and exchange its gradients.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from protrain.common.host_memory import HostMapping, register
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.timing import Effort, run_s
-from protrain_kernels import PADDING, AdamStaging, adam, adam_scalars, flatten, padded, streamed_adam, tiles
+from protrain.hardware.calibration.timing import Effort
+from protrain_kernels import PADDING, AdamStaging, adam, adam_scalars, streamed_adam
 
 CPU = torch.device("cpu")
 _REGIONS = 4  # of host memory for each direction of copies, 1 GiB together, because a host may have a cache of 300 MiB
@@ -29,7 +30,6 @@ _LONGEST_PRODUCT_S = 0.1  # of which calibration makes several hundred
 _LEAST_WIDTH = 256
 _PRODUCTS_IN_UNIT = 4
 _KERNELS_IN_UNIT = 16  # of kernels that take less than a millisecond each
-ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
 _COLLECTIVES = "the timing of collectives"
@@ -43,6 +43,11 @@ class Activity(NamedTuple):
 
     unit: Run  # returns when this unit or the one before is done
     amount: float  # 1e9 bytes, 1e9 parameters or 1e12 operations
+
+
+# In a step one core is taken by the thread that launches kernels and then spins until they are done. This keeps a core
+# busy too, without the GIL, on bytes that stay in its cache.
+LAUNCHING = Activity(partial(hashlib.sha256, bytes(256 * 1024)), 1.0)
 
 
 def on_device(run: Run, amount: float, device: torch.device, *, times: int = 1) -> Activity:
@@ -125,8 +130,8 @@ def largest_product(device: torch.device, effort: Effort) -> tuple[Run, int]:
     width = (8192 if device.type == "cuda" else 1024) // (1 if effort.size > 0.25 else 2)
     while True:
         run = product(device, width)
-        run()  # loads the kernel
-        if width <= _LEAST_WIDTH or run_s(run, device) <= _LONGEST_PRODUCT_S:
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        if width <= _LEAST_WIDTH or timer.timeit(1).mean <= _LONGEST_PRODUCT_S:
             return run, width
         width //= 2
 
@@ -135,21 +140,6 @@ def copying(device: torch.device, size_bytes: int) -> Activity:
     """An elementwise operation in place, which reads and writes memory as AdamW does. Its amount is in 1e9 bytes."""
     values = random_tensor(size_bytes // 4, torch.float32, device)
     return on_device(lambda: values.mul_(1.0), 2 * values.nbytes / 1e9, device, times=_KERNELS_IN_UNIT)
-
-
-def flattening(device: torch.device, hidden: int) -> Activity:
-    """``flatten`` with squares on the bf16 gradients of a LLaMA block. Its amount is in 1e9 bytes read and written."""
-    wide = hidden * 7 // 2 // 128 * 128
-    shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
-    shapes += [(hidden, 1)] * 2
-    gradients = [random_tensor(rows * columns, torch.bfloat16, device) for rows, columns in shapes]
-    *offsets, end = accumulate((padded(gradient.numel()) for gradient in gradients), initial=0)
-    *starts, partials = accumulate((tiles(gradient.numel()) for gradient in gradients), initial=0)
-    chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
-    squares = torch.empty(partials, dtype=torch.float32, device=device)
-    moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
-    run = partial(flatten, gradients, chunk, offsets, squares, starts)
-    return on_device(run, moved / 1e9, device, times=_KERNELS_IN_UNIT)
 
 
 class Transfers:
@@ -239,11 +229,6 @@ class AdamChunk(NamedTuple):
             random_tensor(elements, torch.bfloat16, device),
         )
 
-    @property
-    def elements(self) -> int:
-        """How many parameters the chunk has."""
-        return self.weight.numel()
-
     def part(self, first: int, elements: int) -> AdamChunk:
         """``elements`` of the chunk from ``first`` on. Both are multiples of 128."""
         return AdamChunk(*(tensor[first : first + elements] for tensor in self))
@@ -264,7 +249,7 @@ def portions_of(chunks: Sequence[AdamChunk]) -> list[list[AdamChunk]]:
     portions are alike.
     """
     count = len(chunks)
-    elements = chunks[0].elements // count // PADDING * PADDING
+    elements = chunks[0].weight.numel() // count // PADDING * PADDING
     return [[chunk.part(index * elements, elements) for chunk in chunks] for index in range(count)]
 
 
@@ -274,7 +259,7 @@ def host_updates(chunks: Sequence[AdamChunk], threads: int) -> dict[str, Activit
     It updates all states, or makes the weight alone, or has moments in bf16.
     """
     portions = portions_of(chunks)
-    elements, bf16 = portions[0][0].elements, torch.bfloat16
+    elements, bf16 = portions[0][0].weight.numel(), torch.bfloat16
     new_weight = torch.empty(elements, dtype=bf16)
     narrow = {
         "exp_avg": random_tensor(elements, bf16, CPU),
@@ -311,7 +296,7 @@ def streaming(device: torch.device, chunk: AdamChunk) -> Activity:
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
 
-    return on_device(update, chunk.elements / 1e9, device)
+    return on_device(update, chunk.weight.numel() / 1e9, device)
 
 
 class Work:
@@ -325,19 +310,18 @@ class Work:
     """
 
     def __init__(self, device: torch.device, effort: Effort, chunks: Sequence[AdamChunk], *, threads: int) -> None:
-        self.product, width = largest_product(device, effort)
-        self.copies = Transfers(device, effort.transfer_bytes)
+        run, width = largest_product(device, effort)
+        copies = Transfers(device, effort.tensor_bytes // 4)
         own, tflop = AdamChunk.on(device, effort.adam_elements), 2 * width**3 / 1e12
         self.activities = {
-            "matmul": on_device(self.product, tflop, device, times=_PRODUCTS_IN_UNIT),
-            **self.copies.activities(),
+            "matmul": on_device(run, tflop, device, times=_PRODUCTS_IN_UNIT),
+            **copies.activities(),
             **host_updates(chunks, threads),
             "device_copy": copying(device, effort.tensor_bytes),
-            "device_adam": on_device(own.update, own.elements / 1e9, device, times=_KERNELS_IN_UNIT),
-            "flatten": flattening(device, effort.hidden),
+            "device_adam": on_device(own.update, own.weight.numel() / 1e9, device, times=_KERNELS_IN_UNIT),
             "dram": copying(CPU, effort.tensor_bytes),
         }
-        self.pinned: list[Tensor] = [*self.copies.host]  # to be registered with the driver
+        self.pinned: list[Tensor] = [*copies.host]  # to be registered with the driver
         if device.type == "cuda":
             streamed = AdamChunk.on(CPU, effort.adam_elements)
             self.pinned += streamed

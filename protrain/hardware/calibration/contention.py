@@ -17,10 +17,9 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import harmonic_mean, median
-
-import numpy as np
 
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration.activities import Activity
@@ -42,7 +41,6 @@ _RATES = {
     "host_adam_weight": "host_adam_weight_gparams",
     "host_adam_narrow": "host_adam_narrow_gparams",
     "device_adam": "device_adam_gparams",
-    "flatten": "flatten_gbps",
     "streamed_adam": "streamed_adam_gparams",
     "gather": "all_gather_gbps",
     "exchange": "all_to_all_gbps",
@@ -105,7 +103,6 @@ def rates_together(
     """
     barrier = threading.Barrier(len(activities) + 1)
     stop = threading.Event()
-    failures: list[BaseException] = []
     stamps: dict[str, list[float]] = {name: [] for name in activities}  # when it starts, and when each unit ends
 
     def work(activity: Activity, done: list[float], count: int | None) -> None:
@@ -119,33 +116,30 @@ def rates_together(
                 done.append(time.perf_counter())
         except threading.BrokenBarrierError:
             return
-        except BaseException as error:
-            failures.append(error)
+        except BaseException:
             stop.set()
             barrier.abort()
+            raise
 
-    threads = [
-        threading.Thread(target=work, args=(activity, stamps[name], (counts or {}).get(name)), daemon=True)
-        for name, activity in activities.items()
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        with contextlib.suppress(threading.BrokenBarrierError):
-            barrier.wait()
-        begin = time.perf_counter()
-        while not stop.wait(duration_s / _SLICES):
-            if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) > _LEAST_UNITS:
-                stop.set()
-        end = time.perf_counter()
-    finally:  # after an interrupt too: the memory that they copy is unpinned next, and a copy would fail on it
-        stop.set()
-        barrier.abort()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
+    # The pool waits for its threads after an interrupt too: the memory that they copy is unpinned next.
+    with ThreadPoolExecutor(len(activities)) as pool:
+        try:
+            running = [
+                pool.submit(work, activity, stamps[name], (counts or {}).get(name))
+                for name, activity in activities.items()
+            ]
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait()
+            begin = time.perf_counter()
+            while not stop.wait(duration_s / _SLICES):
+                if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) > _LEAST_UNITS:
+                    stop.set()
+            end = time.perf_counter()
+        finally:
+            stop.set()
+            barrier.abort()
+    for each in running:
+        each.result()  # raises what the activity raised
     # A unit that ends after the measurement may have run while other activities had stopped.
     return {
         name: _rates(activity.amount, [stamp for stamp in stamps[name] if stamp <= end])
@@ -175,10 +169,7 @@ def rates_of(runs: Runs) -> dict[str, float]:
     rates = rates_alone(runs)
     rates["bidirectional_gbps"] = max(sum(map(median, run.values())) for run in runs["h2d", "d2h"])
     for name in ("host_adam", "host_adam_weight", "host_adam_narrow"):
-        samples = [rate for run in runs[name,] for rate in run[name]]
-        rates[_RATES[name]] = harmonic_mean(samples)
-        if name == "host_adam":
-            rates["host_adam_p20_gparams"] = float(np.quantile(samples, 0.2))
+        rates[_RATES[name]] = harmonic_mean(rate for run in runs[name,] for rate in run[name])
     return rates
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protrain.common.tables import aligned, format_bytes, wrapped
-from protrain.hardware.calibration.activities import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.nvml import GpuFacts
 from protrain.hardware.profile import RATE_UNITS, HardwareProfile
 from protrain.hardware.shipped import of_card
 
+_ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
 _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 NOT_PINNED = (
     "host memory cannot be pinned, so that copies are slow and nothing overlaps them: raise the limit of locked memory "
@@ -26,8 +26,11 @@ def report(profile: HardwareProfile) -> str:
     sheet = of_card(profile.name)
     promised: dict[str, float] = {}
     if sheet is not None:
-        promised = dict.fromkeys(("device_copy_gbps", "flatten_gbps"), sheet.memory_gbps)
-        promised |= {"device_adam_gparams": sheet.memory_gbps / ADAM_BYTES, "matmul_tflops": sheet.matmul_tflops}
+        promised = {
+            "device_copy_gbps": sheet.memory_gbps,
+            "device_adam_gparams": sheet.memory_gbps / _ADAM_BYTES,
+            "matmul_tflops": sheet.matmul_tflops,
+        }
     rows = [("measured", "", "of datasheet")]
     for name, value in profile.rows():
         if name.endswith(RATE_UNITS):
@@ -73,11 +76,15 @@ def machine_warnings(effort: Effort, names: Sequence[str]) -> list[str]:
     return found
 
 
-def link_warnings(loaded: GpuFacts | None) -> list[str]:
-    """Warns of a PCI Express link below its width or generation. The facts were read while the card copied."""
+def card_warnings(loaded: GpuFacts | None) -> list[str]:
+    """Warns of a card that slows itself down, and of a PCI Express link below its width or generation.
+
+    The facts were read while the card computed and copied.
+    """
     if loaded is None:
         return []
-    return [
+    slow = ["the card slows itself down, by heat or a fault of its supply: check its cooling"]
+    return slow * loaded.throttled + [
         f"the PCI Express link runs at {what}{now} while it copies, and card and slot allow {prefix}{most}: "
         "check slot, riser, firmware settings and other cards on its lanes"
         for what, prefix, now, most in (
@@ -86,13 +93,6 @@ def link_warnings(loaded: GpuFacts | None) -> list[str]:
         )
         if now is not None and most is not None and now < most
     ]
-
-
-def clock_warnings(loaded: GpuFacts | None) -> list[str]:
-    """Warns of a card that slows itself down. The facts were read during matrix products."""
-    if loaded is None or not loaded.throttled:
-        return []
-    return ["the card slows itself down, by heat or a fault of its supply: check its cooling"]
 
 
 def warnings_of_all(of_ranks: Sequence[Sequence[str]]) -> list[str]:

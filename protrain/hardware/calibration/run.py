@@ -17,6 +17,7 @@ from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.activities import (
     CPU,
+    LAUNCHING,
     Activity,
     AdamChunk,
     Collectives,
@@ -30,24 +31,24 @@ from protrain.hardware.calibration.contention import (
     most_contended,
     rates_of,
     rates_on_ranks,
+    rates_together,
     shares_of,
     slowest,
 )
 from protrain.hardware.calibration.report import (
     NOT_PINNED,
-    clock_warnings,
-    link_warnings,
+    card_warnings,
     machine_warnings,
     warnings_of_all,
 )
-from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
+from protrain.hardware.calibration.timing import FULL_SECONDS, Effort
 from protrain.hardware.detection import assume
 from protrain.hardware.memory import update_threads, usable_cores
-from protrain.hardware.nvml import gpu_facts
+from protrain.hardware.nvml import GpuFacts, gpu_facts
 from protrain.hardware.profile import HardwareProfile
 
 Progress = Callable[[str, float], object]
-_LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
+_LOADED_S = 0.6  # of products and copies, during which the card is asked for its clocks and its link
 _ROUNDS = 2  # over all groups
 # Seconds in a calibration of FULL_SECONDS: of a number of threads, of a group in all rounds, of one whose rates vary
 # because the host updates in it, and of the two activities on which plans depend most.
@@ -135,12 +136,14 @@ class Calibration:
         ``done`` is the share of the work that is done before.
         """
         self._progress(what, done)
-        # In a step on a GPU the launching thread takes a core. On a CPU that thread does the updates itself. The
-        # bandwidth of the host's memory is measured with all cores.
-        with one_core_taken(wanted=self._on_gpu and "dram" not in activities):
-            return rates_on_ranks(
-                self._ranks, activities, f"the calibration of {what}", duration_s=full_s * self._effort.time
-            )
+        # On a CPU the thread that launches does the updates itself. The bandwidth of the host's memory is measured with
+        # all cores.
+        beside = {"launching": LAUNCHING} if self._on_gpu and "dram" not in activities else {}
+        duration_s = full_s * self._effort.time
+        found = rates_on_ranks(
+            self._ranks, {**activities, **beside}, f"the calibration of {what}", duration_s=duration_s
+        )
+        return {name: found[name] for name in activities}
 
     def run(self, warnings: list[str]) -> dict[str, Any]:
         """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
@@ -150,9 +153,9 @@ class Calibration:
         work = Work(self._device, effort, chunks, threads=threads)
         if ranks.several:
             ranks.use(self._device)
-            work.activities |= Collectives(ranks, self._device, effort.transfer_bytes).activities()
+            work.activities |= Collectives(ranks, self._device, effort.tensor_bytes // 4).activities()
         with pinned(*work.pinned, device=self._device) as accepted:
-            warnings = [*warnings, *self._card_warnings(work), *([] if accepted else [NOT_PINNED])]
+            warnings = [*warnings, *self._card_warnings(work.activities), *([] if accepted else [NOT_PINNED])]
             if not all(ranks.all_values(accepted, "whether memory can be pinned")):
                 del work.activities["streamed_adam"]
             runs = self._runs(work.activities)
@@ -178,21 +181,22 @@ class Calibration:
             return usual
         rates = []
         for count in (usual, usual + 1):
-            update = Activity(partial(chunk.update, count), chunk.elements / 1e9)
+            update = Activity(partial(chunk.update, count), chunk.weight.numel() / 1e9)
             found = self._rates(f"AdamW on the host, threads: {count}", {"host_adam": update}, _THREADS_S)
             rates.append(median(found["host_adam"]))
         of_ranks = self._ranks.all_values(rates, "AdamW by number of threads")
         return usual + 1 if all(more > _GAIN * less for less, more in of_ranks) else usual
 
-    def _card_warnings(self, work: Work) -> list[str]:
-        """Warns of the card under load, which it gets warm by as well."""
-        load(work.product, self._device, _LOADED_S)
-        warnings = clock_warnings(gpu_facts(self._device))
-        load(work.copies.up, self._device, _LOADED_S)
-        warnings += link_warnings(gpu_facts(self._device))
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)  # nothing of that may run beside what is measured next
-        return warnings
+    def _card_warnings(self, activities: Mapping[str, Activity]) -> list[str]:
+        """Warns of the card, which is asked while it computes and copies, and gets warm by that as well."""
+        if not self._on_gpu:
+            return []
+        facts: list[GpuFacts | None] = []
+        asking = Activity(lambda: facts.append(gpu_facts(self._device)), 1.0)
+        load = {name: activities[name] for name in ("matmul", "h2d")}
+        rates_together({**load, "asking": asking}, duration_s=_LOADED_S)
+        torch.cuda.synchronize(self._device)  # nothing of that may run beside what is measured next
+        return card_warnings(facts[-1])
 
     def _runs(self, activities: Mapping[str, Activity]) -> Runs:
         """The rates of all groups, in several rounds."""
