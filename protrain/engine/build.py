@@ -169,7 +169,7 @@ def _ledger(managed: ManagedModel, buffers: BufferPool, *, budget_bytes: int, st
     if memory.device.type == "cuda":
         return Ledger()
     states_bytes = (
-        state_sizes_bytes(layout.shard_elements(record), planned_states(record, plan, memory.dtype))
+        state_sizes_bytes(layout.shard_elements(record), planned_states(record, layout, plan, memory.dtype))
         for record in layout.chunks[: plan.n_persist]
     )
     kept_bytes = sum(map(sum, states_bytes)) + sum(buffer.memory.nbytes for buffer in buffers.buffers)

@@ -174,9 +174,10 @@ class Layout(Record):
         staged_bytes = element_bytes * (whole + STAGING_BUFFERS * shard + large_shard)
         return staged_bytes + 4 * SUM_BUFFERS * self.sum_elements(n_persist, n_device_sum)
 
-    def region_elements(self, n_persist: int) -> int:
-        """The size of a region that gradients of persistent chunks share."""
-        return max((self.shard_elements(chunk) for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
+    def region_elements(self, n_persist: int) -> tuple[int, int]:
+        """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""
+        here = max((self.shard_elements(chunk) for chunk in self.chunks[:n_persist] if chunk.trainable), default=0)
+        return here, self.gradient_elements(n_persist)[0]
 
     @property
     def n_tiles(self) -> int:

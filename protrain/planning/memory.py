@@ -12,7 +12,8 @@ If a step has several batches, every chunk has an fp32 sum in place of its gradi
 sums of ``n_device_sum`` chunks are on the device although these are in host memory, where they then have a gradient for
 the finished sum.
 
-With updates inside backward, gradients of persistent chunks share regions (``protrain.planning.gradient_regions``).
+With updates inside backward, gradients share regions too (``protrain.planning.gradient_regions``). On the device there
+are as many regions as are needed. In host memory there are as many as fit, since with more regions backward waits less.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from itertools import accumulate
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.gradient_regions import shared_regions
+from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, summed_on_device
 from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates import choose_packed, may_stream, staging_bytes
@@ -86,12 +87,10 @@ class MemoryModel:
         self.stream = may_stream(hardware) if stream is None else stream
         self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
         packs = self.pack_swaps or (False,) * len(profile.blocks)
+        self.gradients = GradientRegions(profile, hardware, layout, step_during_backward=step_during_backward)
         self.accumulates = profile.accumulation > 1  # every chunk has an fp32 sum
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)
-        # By n_persist: how many regions the gradients of persistent chunks share; 0 if each has its own.
-        shares = step_during_backward and not self.accumulates
-        self.n_regions = shared_regions(profile, hardware, layout) if shares else [0 for _ in placements]
         # By n_persist: the fewest buffers, and those for large chunks: the most chunks that are held at one time.
         self.least_buffers, self.large_buffers = zip(*most_held(profile, layout), strict=True)
         # By n_persist: the most buffers, one for every chunk that needs one and is not large.
@@ -128,11 +127,9 @@ class MemoryModel:
         away = self.accumulates * (self._trained[-1] - self._trained[n_persist])
         return SUM_BYTES * (away - self._summed_elements(n_persist, n_device_sum))
 
-    def _host_gradient_bytes(self, n_persist: int, n_device_sum: int) -> int:
-        """Host memory of gradients. If a step has several batches, only sums on the device become gradients."""
-        away = self._trained[-1] - self._trained[n_persist]
-        elements = self._summed_elements(n_persist, n_device_sum) if self.accumulates else away
-        return self.profile.element_bytes * elements
+    def _finished_bytes(self, n_persist: int, n_device_sum: int) -> int:
+        """Host memory of the gradients that finished sums on the device become."""
+        return self.profile.element_bytes * self._summed_elements(n_persist, n_device_sum)
 
     def _most_buffers_of(self, n_persist: int, n_device_sum: int, n_swap: int, n_ckpt: int) -> tuple[Bytes, Bytes]:
         """The chunk buffers that fit (-1 if the plan does not), and the host memory of what is swapped or offloaded.
@@ -153,13 +150,13 @@ class MemoryModel:
     def static_parts(self, n_persist: int, n_buffer: int, n_device_sum: int = 0) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
         summed = n_device_sum if self.accumulates else None
-        element_bytes, n_regions = self.profile.element_bytes, self.n_regions[n_persist]
+        element_bytes, gradient_bytes = self.profile.element_bytes, self.gradients.device_bytes(n_persist)
         parts = {"persistent chunks": self._state_bytes[n_persist]}
-        if n_regions:
-            parts["gradients of persistent chunks"] = n_regions * self.layout.region_elements(n_persist) * element_bytes
+        parts["persistent chunks"] += SUM_BYTES * self.accumulates * self._trained[n_persist]
+        if self.gradients.n_on_device(n_persist):
+            parts["gradients of persistent chunks"] = gradient_bytes
         else:
-            gradient_bytes = SUM_BYTES if self.accumulates else element_bytes
-            parts["persistent chunks"] += gradient_bytes * self._trained[n_persist]
+            parts["persistent chunks"] += gradient_bytes
         parts |= {
             "chunk buffers": n_buffer * self._buffer_bytes[n_persist] + self._large_bytes[n_persist],
             "gradient staging": self.layout.staging_bytes(n_persist, element_bytes, summed) + self._exchange_bytes,
@@ -191,6 +188,12 @@ class MemoryModel:
             return (peak_bytes * (1 + _CUDA_FRAGMENTATION)).astype(np.int64) + _CUDA_WORKSPACE_BYTES
         return (peak_bytes * (1 + _CPU_SLACK)).astype(np.int64)
 
+    def n_host_regions(self, n_persist: int, swapped_bytes: int) -> int:
+        """The number of regions that gradients in host memory share, as many as fit; 0 if each has its own."""
+        return self.gradients.n_on_host(
+            n_persist, self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes)
+        )
+
     def host_bytes(self, counts: Counts, modes: Modes) -> int:
         """Predicted host memory of the engine."""
         return sum(self.host_parts(counts, modes).values())
@@ -206,9 +209,11 @@ class MemoryModel:
         trained_bytes = (self._trained[-1] - self._trained[n_persist]) * self.profile.element_bytes
         optimizer_bytes = self._copy_bytes[-1] - self._copy_bytes[n_persist] - trained_bytes
         whole_copies_bytes = self.copy_bytes(n_persist + n_weight_only, counts.n_speculate - n_weight_only)
+        n_regions = self.n_host_regions(n_persist, swapped_bytes)
         parts = {
             "weights": away_bytes - optimizer_bytes,
-            "gradients": self._host_gradient_bytes(n_persist, counts.n_device_sum),
+            "gradients": self.gradients.host_bytes(n_persist, n_regions)
+            + self._finished_bytes(n_persist, counts.n_device_sum),
             "optimizer states": optimizer_bytes,
             "swapped activations": swapped_bytes - offloaded,
         }
@@ -222,10 +227,13 @@ class MemoryModel:
         return {**parts, "other": self.partial_bytes + _HOST_SMALL_BYTES}
 
     def least_host_bytes(self, n_persist: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
-        """The host memory of a plan that persists and swaps so much, and has no second copies."""
+        """The least host memory of any plan that persists and swaps so much.
+
+        Such a plan has no second copies, and the fewest regions for gradients.
+        """
         states_bytes = self._state_bytes[-1] - self._state_bytes[n_persist]
-        states_bytes += self._host_gradient_bytes(n_persist, n_device_sum)
-        states_bytes += self.host_sum_bytes(n_persist, n_device_sum)
+        states_bytes += self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
+        states_bytes += self.host_sum_bytes(n_persist, n_device_sum) + self._finished_bytes(n_persist, n_device_sum)
         return states_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:

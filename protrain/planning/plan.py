@@ -93,7 +93,10 @@ class Plan(Record):
     n_weight_only: int = 0
     n_device_sum: int = 0
     stream: bool = False  # the GPU may update chunks in host memory, and has staging for their states
-    n_device_gradient: int = 0  # regions that gradients of persistent chunks share; 0: every chunk has its own
+    # How many regions the gradients of persistent chunks share, and those of chunks in host memory. 0: every chunk has
+    # a region of its own.
+    n_device_gradient: int = 0
+    n_host_gradient: int = 0
     pack_swaps: tuple[bool, ...] = ()  # by block: whether what it saves is packed if it is swapped; empty: none is
     transient_bytes: int  # the part of device_bytes that is neither chunks, buffers, staging nor saved activations
 
@@ -120,6 +123,7 @@ class Plan(Record):
             + (f" n_weight_only={self.n_weight_only}" if self.n_weight_only else "")
             + (f" n_device_sum={self.n_device_sum}" if self.n_device_sum else "")
             + (" stream" if self.stream else "")
+            + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
             + (f" packed={n_packed}/{self.n_swap}" if (n_packed := sum(map(self.packs, range(n_blocks)))) else "")
             + (f" accumulation={self.accumulation}" if self.accumulation > 1 else "")
             + (f" moments={self.moment_dtype}" if self.moment_dtype != "float32" else "")

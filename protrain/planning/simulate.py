@@ -19,12 +19,18 @@ before it.
 All times are in milliseconds, and moments count from the begin of the run. What a step finds is what the backward and
 the updates before it have left. No forward need come before these.
 
+[Note: waiting for regions] Gradients of chunks in host memory may share regions of it
+(``protrain.planning.gradient_regions``). Where no region is free, the engine issues nothing until an update ends that
+frees one: the update of the chunk whose gradient has been complete for the longest time. Until then the GPU runs what
+was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are awaited does
+not depend on how long anything takes. The host makes awaited updates before all others.
+
 [Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
 update. The chunk's other states are updated later ("deferred"), when the host has finished every update that the next
-forward waits for. They must be updated before the chunk's next gradient arrives. The engine issues nothing until then:
-the GPU runs what was issued, which ends with that gradient, and is idle after that. So the host makes deferred updates
-in the order in which gradients arrive, and all of them before the next speculative updates. A speculative update that
-does not begin before backward ends is made as one whole update, and none of it is deferred.
+forward waits for. They must be updated before the chunk's next gradient arrives: the engine issues nothing until then,
+as in [Note: waiting for regions]. So the host makes deferred updates in the order in which gradients arrive, and all of
+them before the next speculative updates. A speculative update that does not begin before backward ends is made as one
+whole update, and none of it is deferred.
 
 [Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
 transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
@@ -95,12 +101,15 @@ class Run:
         self._drained, self._sent = ([BEGIN] * (STAGING_BUFFERS + 2) for _ in range(2))
         self._swapped_out = [BEGIN] * len(costs)  # by unit: after it the activations are in host memory
         self._beside_ms = 0.0  # collectives that the next visit computes beside
-        # The GPU updates persistent chunks, and the host the others.
+        # The GPU updates persistent chunks, and the host the others. By gradient: the update that it waits for.
         self._by_gpu, by_host = steps.updates(counts.n_persist, counts.n_device_sum, host_share, only_adds=only_adds)
+        update_ms = dict(by_host)
+        awaited = steps.handed_on(modes, counts.n_persist)
+        self._awaited = {number: (chunk, update_ms.pop(chunk)) for number, chunk in awaited}
         self._backward()
         alone = Times()  # at full rate
         alone.add(self.tasks)
-        self._choose(by_host, alone.ends, steps.sharing(counts.n_persist, host_share))
+        self._choose(list(update_ms.items()), alone.ends, steps.sharing(counts.n_persist, host_share))
         self._update()
         self.begin, self.first = self._last[GPU], len(self.tasks)  # the step's begin, and its first task
         self._forward()
@@ -179,7 +188,7 @@ class Run:
         self._wait(GPU, swapped_out)
 
     def _backward(self) -> None:
-        """The GPU computes and flattens gradients, beside fetches and offloads."""
+        """The GPU computes and flattens beside fetches and offloads, and updates that gradients wait for are made."""
         back: dict[int, int] = {}  # by unit: after it the activations are on the device again
         visits = self._visits[self._steps.n_forward :]
         for at, (visit, uploads, gathers) in enumerate(visits):
@@ -200,19 +209,22 @@ class Run:
         chunk, staging, sent = gradient.chunk, gradient.staging, gradient.sent
         room = self._drained[staging] if sent < 0 else self._sent[sent]
         there = self._do(GPU, gradient.flatten_ms, (room,), "flatten", chunk)
-        deferred, sum_there = self._deferred[chunk], BEGIN  # see [Note: weight-only updates]
+        region, sum_there = self._deferred[chunk], BEGIN  # see [Note: weight-only updates]
+        if gradient.number in self._awaited:  # see [Note: waiting for regions]
+            awaited, update_ms = self._awaited[gradient.number]
+            region = self._do(HOST, update_ms, (self._offloaded[awaited],), "speculative update", awaited)
         if gradient.sum_up_ms is not None:
-            for_sum = there, deferred, self._drained[staging], self._offloaded[chunk]
+            for_sum = there, region, self._drained[staging], self._offloaded[chunk]
             sum_there = self._do(UP, gradient.sum_up_ms, for_sum, "sum", chunk)
         if gradient.reduce_ms:  # see [Note: collectives]
             needs = there, self._drained[staging], sum_there
             there = self._sent[sent] = self._do(REDUCE, gradient.reduce_ms, needs, "reduce", chunk)
             self._beside_ms += gradient.reduce_ms
         if staging >= 0:  # a sum comes and goes in parts, each of which goes down while the next one comes up
-            offloaded = self._do(DOWN, gradient.offload_ms, (there, deferred), "gradients", chunk, beside=sum_there)
+            offloaded = self._do(DOWN, gradient.offload_ms, (there, region), "gradients", chunk, beside=sum_there)
             self._drained[staging] = self._offloaded[chunk] = offloaded
-            self._wait(GPU, deferred)  # until then the engine issues nothing
-            self._wait(UP, deferred)
+            self._wait(GPU, region)  # until then the engine issues nothing
+            self._wait(UP, region)
 
     def _choose(self, updates: Updates, ends: Sequence[float], sharing: Sharing) -> None:
         """Choose when and where ``updates`` are made, by the ``ends`` of the first backward. Later ones do the same."""
@@ -239,14 +251,14 @@ class Run:
         self._after = [update for update in after if update[0] not in by_gpu]
 
     def _update(self) -> None:
-        """Make all updates, as they were chosen."""
+        """Make all updates that no gradient waited for."""
         over, updated = self._last[GPU], self._updated  # backward is over, and the norm is known
         # Updates inside backward take effect when the norm is known and none of them runs any more.
         for chunk, ms in self._in_time:
             kind = "speculative weight" if chunk in self._put_off else "speculative update"
             self._do(HOST, ms, (self._offloaded[chunk],), kind, chunk)
         settled = self._do(HOST, 0.0, (over,), "wait", "")
-        for chunk, _ in self._in_time:
+        for chunk, _ in (*self._in_time, *self._awaited.values()):
             updated[chunk] = settled
         for lane, updates in ((HOST, self._after), (STREAM, self._streamed)):
             for chunk, ms in updates:

@@ -53,6 +53,7 @@ Updates = Sequence[tuple[int, float]]  # (chunk, ms)
 class Gradient:
     """What a visit of backward adds to the gradient of a chunk, and what is done with it under one placement."""
 
+    number: int  # as a GradientPart
     chunk: int
     flatten_ms: float
     offload_ms: float
@@ -237,6 +238,7 @@ class Steps:
                 added_bytes = element + 2 * SUM_BYTES
                 offload_ms *= SUM_BYTES / element
         return Gradient(
+            number=part.number,
             chunk=part.chunk,
             flatten_ms=part.flatten_ms * (1 + added_bytes / (2 * element)),
             offload_ms=offload_ms,
@@ -264,6 +266,11 @@ class Steps:
             if ms and chunk >= n_persist
         ]
         return by_gpu, by_host
+
+    def handed_on(self, modes: Modes, n_persist: int) -> Sequence[tuple[int, int]]:
+        """The gradients that wait for updates of other chunks: see ``GradientRegions.handed_on``."""
+        swapped_bytes = self._memory.activations(modes).swapped_bytes
+        return self._memory.gradients.handed_on(n_persist, self._memory.n_host_regions(n_persist, swapped_bytes))
 
     def _fetched_under(
         self, n_persist: int, n_buffer: int, *, only_adds: bool

@@ -20,6 +20,7 @@ from protrain.common.parameters import DTYPES
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
+from protrain.planning.plan import layout_of
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
@@ -126,6 +127,13 @@ def make_plan(
     return check(plan, profile, hardware, step_during_backward=inside)
 
 
+def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
+    """Host memory with which ``plan``, with updates inside backward, has the fewest shared gradient buffers."""
+    layout = layout_of(profile, plan)
+    memory = MemoryModel(profile, detect(device), layout, step_during_backward=True)
+    return memory.least_host_bytes(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
+
+
 def wrap_under(
     spec: Spec,
     model: nn.Module,
@@ -143,8 +151,8 @@ def wrap_under(
     """``protrain.wrap`` under ``spec``, on every one of ``world_size`` ranks.
 
     If it is ``late``, wrap gets no example batch, and the first call of the model begins the training. ``tight`` leaves
-    no device memory beyond what the plan takes. ``tight_host`` leaves no more host memory either, and so does a plan
-    for several batches a step.
+    no device memory beyond what the plan takes. ``tight_host`` leaves no more host memory either, or as little as
+    updates inside backward can do with, and so does a plan for several batches a step.
     """
     profile = shared_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     asked = {"accumulation": options.get("accumulation", 1), "moment_dtype": options.get("moment_dtype", "float32")}
@@ -152,7 +160,9 @@ def wrap_under(
     inside = bool(options.get("step_during_backward"))
     plan = make_plan(spec, profile, device, inside=inside, world_size=world_size)
     host_memory: int | str = "4GiB"
-    if tight_host or profile.accumulation > 1:
+    if tight_host and inside:
+        host_memory = least_host_bytes(plan, profile, device)
+    elif tight_host or profile.accumulation > 1:
         host_memory = plan.host_bytes * world_size  # which share it
     return protrain.wrap(
         model,

@@ -1,6 +1,6 @@
 """step_during_backward: the paper's updates inside backward give the bits of updates in step(), or refuse to.
 
-Persistent chunks share a few buffers for their gradients then, as many as the plan says.
+Chunks share a few buffers for their gradients then, as many as the plan says.
 """
 
 from __future__ import annotations
@@ -56,12 +56,11 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
 ) -> None:
     """Copies and updates come as late as the engine's own ordering allows."""
     monkeypatch.setattr("protrain.engine.states.chunks._SLICE_ELEMENTS", 128)
-    options: dict[str, Any] = {"step_during_backward": True, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
     with lateness.applied(monkeypatch):
         (optimizer,) = check_equal_to_plain(make_residual, residual.batches(4), specs=[spec], **options)
     plan = optimizer.plan
-    assert (plan.n_device_gradient > 0) == (plan.n_persist > 0)
-    assert plan.n_device_gradient <= plan.n_persist / 2
+    assert 0 < plan.n_host_gradient < (plan.n_chunks - plan.n_persist) / 2
 
 
 class Layer(nn.Module):
@@ -78,17 +77,17 @@ class Layer(nn.Module):
         return x + (added if self.alone else added * self.factor)
 
 
-@pytest.mark.parametrize("has_memory", [True, False])
+@pytest.mark.parametrize(("spec", "has_memory"), [(SPECS[0], True), (SPECS[2], True), (SPECS[2], False)], ids=str)
 def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers_where_there_is_memory(
-    has_memory: bool, device: torch.device
+    spec: Spec, has_memory: bool, device: torch.device
 ) -> None:
     """One of which some parameters get no gradient is complete only then; the planned batch used them all."""
 
     def layers_under(*, inside: bool) -> Wrapped:
         with seeded():
             model = nn.Sequential(*(Layer() for _ in range(6)))
-        batch = (torch.ones(4, WIDTH),)
-        return wrap_under(SPECS[0], model, adamw(model), batch, device=device, step_during_backward=inside)
+        options: dict[str, Any] = {"step_during_backward": inside, "tight_host": inside}
+        return wrap_under(spec, model, adamw(model), (torch.ones(4, WIDTH),), device=device, **options)
 
     def trained(model: nn.Module, optimizer: ProTrainOptimizer) -> tuple[list[float], dict[str, Tensor]]:
         """With all parameters, then with some, then with all."""
@@ -101,9 +100,9 @@ def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers_where_there_i
         return values, states(model, optimizer)
 
     model, optimizer = layers_under(inside=True)
-    memory, plan = optimizer._engine.memory, optimizer.plan
-    before = memory.zeros_bytes
-    memory.free_device_bytes = 2**20 * has_memory
+    memory, n_shared = optimizer._engine.memory, optimizer.plan.n_host_gradient
+    before = memory.arena.total_bytes
+    memory.host_bytes = before + 2**20 * has_memory
     if not has_memory:
         with pytest.raises(PlanError, match="Parameters without a gradient in this backward keep more chunks waiting"):
             trained(model, optimizer)
@@ -112,7 +111,22 @@ def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers_where_there_i
     expected = trained(*layers_under(inside=False))
     assert losses == expected[0]
     assert_same(final, expected[1])
-    assert 0 < memory.zeros_bytes - before <= (plan.n_chunks - plan.n_device_gradient) * plan.chunk_elements * 4
+    made_bytes = memory.arena.total_bytes - before
+    assert (made_bytes > 0) == (spec.persist == "none")
+    assert made_bytes <= (optimizer.plan.n_chunks - n_shared) * optimizer.plan.chunk_elements * 4
+
+
+def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: torch.device) -> None:
+    model = residual.make(width=256, depth=8)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "step_during_backward": True, "tight_host": True}
+    spec = Spec("none", "least", "c")
+    _, optimizer = wrap_under(spec, model, adamw(model), residual.batches(1)[0], device=device, **options)
+    plan, host_bytes = optimizer.plan, optimizer.report().host_bytes
+    assert 0 < plan.n_host_gradient < plan.n_chunks / 2
+    shared_bytes = plan.n_host_gradient * plan.chunk_elements * 2
+    assert 12 * elements + shared_bytes <= host_bytes <= 12.1 * elements + shared_bytes
+    assert 0 <= plan.host_bytes - host_bytes <= 2 * 1024**2
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def resident(engine: Engine) -> list[Tensor]:
     tensors += [buffer.memory for buffer in lanes._sums]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
     tensors += [tensor for tensor in vars(engine.gradients.reduction).values() if isinstance(tensor, Tensor)]
-    tensors += [*engine.gradients.pool._free, *engine.gradients.pool._in_use.values()]
+    pools = engine.gradients.pools
+    tensors += [*chain.from_iterable(pools._free.values()), *pools._in_use.values(), *pools._released.values()]
     tensors += engine.model.buffers()
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
     arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.memory.arena._segments}

@@ -82,7 +82,7 @@ def test_a_large_parameter_has_a_chunk_of_its_own() -> None:
     ]
     # The head is frozen.
     assert [layout.gradient_elements(n) for n in (0, 1, 13, 14)] == [(384, 1024), (384, 0), (128, 0), (0, 0)]
-    assert [layout.region_elements(n) for n in (0, 1, 2, 15)] == [0, 1024, 1024, 1024]
+    assert [layout.region_elements(n) for n in (0, 1, 2, 15)] == [(0, 384), (1024, 384), (1024, 384), (1024, 0)]
 
 
 def test_what_units_hold_at_once_is_counted_by_kind() -> None:
@@ -198,7 +198,7 @@ def test_buffers_and_staging_serve_persistent_chunks_too(world_size: int) -> Non
         assert most_held(profile, layout)[n_persist] == (1, 1)
     shard, large_shard = usual // world_size, 1536 // world_size
     assert [layout.gradient_elements(n) for n in (0, 1, 7)] == [(shard, large_shard), (shard, 0), (0, 0)]
-    assert [layout.region_elements(n) for n in (0, 1, 7)] == [0, large_shard, large_shard]
+    assert [layout.region_elements(n) for n in (0, 1, 7)] == [(0, shard), (large_shard, shard), (large_shard, 0)]
     # Two whole gradients are sent and one is received; the embedding has one of each; shards are offloaded.
     between = 3 * usual + 2 * 1536
     assert [layout.staging_bytes(n, 1) for n in (0, 1, 7)] == [

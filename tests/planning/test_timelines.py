@@ -12,7 +12,7 @@ import pytest
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, pack
 from protrain.planning.plan import Counts
 from protrain.planning.timeline import DOWN, GATHER, HOST, REDUCE, STREAM, UP, Operation, Timeline
-from tests.planning.brute_force import N, measured, random_machine, that_streams
+from tests.planning.brute_force import MIB, N, measured, random_machine, that_streams
 from tests.planning.models import placed
 
 ALMOST = 1e-9
@@ -20,7 +20,7 @@ MODES = (BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP)
 
 
 def random_step(seed: int) -> tuple[MemoryModel, tuple[BlockMode, ...], Counts]:
-    """A small random model under a random plan on one to four ranks."""
+    """A small random model under a random plan on one to four ranks, whose host has room for some gradients or all."""
     draw = random.Random(seed)
     world_size = draw.choice([1, 1, 2, 3, 4])
     profile = replace(measured(draw, seed), accumulation=draw.choice([1, 1, 2]))
@@ -32,6 +32,10 @@ def random_step(seed: int) -> tuple[MemoryModel, tuple[BlockMode, ...], Counts]:
     n_chunks = len(layout.chunks)
     n_persist = draw.randint(0, n_chunks - 1)
     modes = tuple(draw.choice(MODES) for _ in profile.blocks)
+    if draw.random() < 0.5:
+        least_bytes = memory.least_host_bytes(n_persist, memory.activations(modes).swapped_bytes)
+        hardware = replace(hardware, host_bytes=least_bytes + draw.randint(0, 40) * MIB)
+        memory = MemoryModel(profile, hardware, layout, step_during_backward=inside)
     n_buffer = draw.randint(memory.least_buffers[n_persist], memory.all_buffers[n_persist])
     speculates = not inside and profile.accumulation == 1
     n_speculate = draw.randint(0, n_chunks - n_persist) if speculates else 0
@@ -84,6 +88,13 @@ def test_operations_follow_what_they_need(seeds: range) -> None:
         assert weights <= {number(one) for one in updates if one.name.startswith("deferred update")}, seed
         whole = [number(one) for one in updates if not one.name.startswith("speculative weight")]
         assert set(whole) == offloaded, seed
+        # A gradient goes down when there is a region for it: never are more taken than there are.
+        if n_regions := memory.n_host_regions(n_persist, memory.activations(modes).swapped_bytes):
+            assert len(whole) == len(offloaded), seed
+            ends = {number(one): one.end_ms for one in updates}
+            for one in offloads.values():
+                taken = [at for at, two in offloads.items() if two.start_ms <= one.start_ms < ends[at] - ALMOST]
+                assert len(taken) <= n_regions, seed
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -15,13 +15,14 @@ of the norm. So clipping and updates are local afterwards. A backward that bring
 torch.autograd.grad, must leave those that are there, and a reduction would replace them. So no rank reduces anything in
 it.
 
-[Note: shared memory] While updates run inside backward, persistent chunks share memory for gradients. A buffer here is
-what the planner calls a region (``protrain.planning.gradient_regions``), and a plan has ``n_device_gradient`` of them.
-A chunk needs its gradient from when that arrives until the chunk is updated. Inside backward this is a short time, so
-in place of two bytes for every parameter a few buffers of one chunk each suffice. A chunk acquires a buffer for its
-first gradient and releases it when its update is issued. The stream keeps the order of uses, so nothing waits. Where
-parameters get no gradient, more chunks than planned may have a buffer at once, as their updates come when backward
-ends. Then more buffers are allocated, as far as memory allows.
+[Note: shared memory] While updates run inside backward, chunks share memory for gradients. A buffer here is what the
+planner calls a region (``protrain.planning.gradient_regions``), and a plan has ``n_device_gradient`` and
+``n_host_gradient`` of them. A chunk needs its gradient from when that arrives until the chunk is updated. Inside
+backward this is a short time, so in place of two bytes for every parameter a few buffers of one chunk each suffice. A
+chunk acquires a buffer for its first gradient and releases it when its update is queued. On the device the stream keeps
+the order of uses. In host memory the next chunk waits until the update is done. Where parameters get no gradient, more
+chunks than planned may have a buffer at once, as their updates come when backward ends. Then more buffers are
+allocated, as far as memory allows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError, PlanError
 from protrain.engine.gradients.reduction import Reduction, SquareSums
+from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel
 from protrain.engine.weights.parameter import receives_gradient, take_gradient
@@ -64,7 +66,7 @@ class Gradients:
         self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
-        self.pool = GradientPool(managed)
+        self.pools = GradientPools(managed)
         self.reduction = Reduction(managed, self.squares)
         # Several ranks know which parameters each visit completes: [Note: order of reductions].
         self._complete = _completed(managed) if memory.ranks.several else {}
@@ -116,7 +118,7 @@ class Gradients:
             arrived = [member.index for member in stored if member.index in pending]
             if accumulate and chunk.accumulator is None:
                 raise _one_more(f"a second gradient of {stored[0].name}", 2)
-            self.pool.acquire(chunk)
+            self.pools.acquire(chunk)
             self.reduction.store(chunk, stored, pending, accumulate=accumulate)
             for index in arrived:
                 present[index] = True
@@ -228,7 +230,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
-        self.pool.release_all()
+        self.pools.release_all()
         self.reduction.reset()
         self.backwards, self._counts = 0, False
         self.pending.clear()
@@ -287,8 +289,8 @@ def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
             )
 
 
-class GradientPool:
-    """The buffers that persistent chunks share for gradients, if the plan has them: [Note: shared memory].
+class GradientPools:
+    """The buffers that chunks share for gradients, persistent ones and those in host memory, each if the plan has them.
 
     Args:
         managed: the model.
@@ -296,40 +298,70 @@ class GradientPool:
 
     def __init__(self, managed: ManagedModel) -> None:
         plan = managed.plan
-        self._memory = managed.memory
-        self._elements = managed.layout.region_elements(plan.n_persist)  # of one buffer
-        self._shares = plan.n_device_gradient > 0
-        self._free = list(managed.memory.zeros(plan.n_device_gradient, self._elements))
+        self._memory = memory = managed.memory
+        on_device, on_host = managed.layout.region_elements(plan.n_persist)
+        # Both by whether the chunks that share buffers are persistent.
+        self._elements = {True: on_device, False: on_host}  # of one buffer
+        self._free: dict[bool, list[Tensor]] = {}
+        if plan.n_device_gradient:
+            self._free[True] = list(memory.zeros(plan.n_device_gradient, on_device))
+        if plan.n_host_gradient:
+            self._free[False] = [memory.arena.take(on_host, memory.dtype) for _ in range(plan.n_host_gradient)]
         self._in_use: dict[Chunk, Tensor] = {}
+        self._released: dict[Chunk, Tensor] = {}  # in the order of release; an update may still read them
 
     def acquire(self, chunk: Chunk) -> None:
-        """Give ``chunk`` memory for its gradient until ``release``, if it has none of its own."""
-        if self._shares and chunk.persistent and chunk not in self._in_use:
-            buffer = self._in_use[chunk] = self._free.pop() if self._free else self._more()
-            chunk.grad = buffer[: chunk.shard_elements]
+        """Give ``chunk`` memory for its gradient until ``release``, if it has none of its own.
+
+        This waits for an update if no buffer is free. A chunk gets the buffer that it has released itself without a
+        wait for the updates that read it.
+        """
+        if chunk in self._in_use or chunk.persistent not in self._free or (chunk.large and not chunk.persistent):
+            return
+        buffer = self._released.pop(chunk) if chunk in self._released else self._next(chunk.persistent)
+        self._in_use[chunk] = buffer
+        chunk.grad = buffer[: chunk.shard_elements]
 
     def release(self, chunk: Chunk) -> None:
-        """Take back the buffer of ``chunk``, if it has one. What reads the gradient is issued."""
+        """Take back the buffer of ``chunk``, if it has one. What reads the gradient is queued."""
         if chunk in self._in_use:
-            self._free.append(self._in_use.pop(chunk))
-            chunk.grad = None
+            self._released[chunk] = self._in_use.pop(chunk)
 
     def release_all(self) -> None:
         """Take back all buffers, as all gradients are forgotten."""
-        for chunk in list(self._in_use):
-            self.release(chunk)
+        self._released.update(self._in_use)
+        self._in_use.clear()
 
-    def _more(self) -> Tensor:
+    def _next(self, persistent: bool) -> Tensor:
+        if self._free[persistent]:
+            return self._free[persistent].pop()
+        released = [chunk for chunk in self._released if chunk.persistent is persistent]
+        if not released:
+            return self._more(persistent)
+        # The device may still be updating the first of them when the host is done with later ones.
+        chunk = next((one for one in released if one.is_free()), released[0])
+        chunk.wait()
+        chunk.grad = None
+        return self._released.pop(chunk)
+
+    def _more(self, persistent: bool) -> Tensor:
         """Another buffer. PlanError if there is no room for it."""
-        memory, needed_bytes = self._memory, self._elements * self._memory.dtype.itemsize
-        if needed_bytes > memory.free_device_bytes:
+        memory, elements = self._memory, self._elements[persistent]
+        size_bytes = elements * memory.dtype.itemsize
+        where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        if not persistent:
+            where, needed_bytes = "host", whole_pages(size_bytes)
+            available_bytes = memory.host_bytes - memory.arena.total_bytes
+        if needed_bytes > available_bytes:
             raise PlanError(
-                where="device",
+                where=where,
                 needed_bytes=needed_bytes,
-                available_bytes=max(0, memory.free_device_bytes),
+                available_bytes=max(0, available_bytes),
                 largest_part="another chunk's gradients",
                 remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
-                "planned: allow more device_memory, or set requires_grad=False for parameters that are never used.",
+                f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
             )
-        memory.free_device_bytes -= needed_bytes
-        return memory.zeros(self._elements)
+        if not persistent:
+            return memory.arena.take(elements, memory.dtype)
+        memory.free_device_bytes -= size_bytes
+        return memory.zeros(elements)

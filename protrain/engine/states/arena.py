@@ -173,16 +173,17 @@ _TRANSFERRED = ("weight", "grad")  # the states in host memory that are copied t
 _VALUES = ("weight", "master")  # the states that initialising and loading write
 
 
-def planned_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def planned_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The states that the chunk of ``record`` has for itself under ``plan``, with their dtypes, where its weight lies.
 
     A chunk in host memory whose sum of several backwards lies on the device has a gradient for the rounded sum.
     """
     persistent = record.index < plan.n_persist
+    shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
     states = _weight_states(record, plan, dtype)
     if record.trainable and plan.accumulation > 1 and not plan.sums_on_device(record.index):
         states["accumulator"] = torch.float32
-    elif record.trainable and not (persistent and plan.n_device_gradient):
+    elif record.trainable and not shares:
         states["grad"] = dtype
     return states
 
@@ -209,11 +210,11 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     Persistent chunks have their weights and masters only, until ``complete_chunks`` gives them the rest. The first
     ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
     ``plan.n_weight_only`` of these a second copy of the weight only. All states in host memory are pinned if the device
-    may update them. Gradients that share memory are not allocated here.
+    may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.
     """
-    planned = [planned_states(record, plan, memory.dtype) for record in layout.chunks]
+    planned = [planned_states(record, layout, plan, memory.dtype) for record in layout.chunks]
     copied = [_copied_states(record, plan, memory.dtype) for record in layout.chunks]
-    memory.arena.reserve(_host_bytes(layout, plan, planned, copied))
+    memory.arena.reserve(_host_bytes(layout, plan, memory.dtype, planned, copied))
 
     def in_host_memory(elements: int, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         return {
@@ -261,11 +262,12 @@ def _copied_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[
 def _host_bytes(
     layout: Layout,
     plan: Plan,
+    dtype: torch.dtype,
     planned: Sequence[Mapping[str, torch.dtype]],
     copied: Sequence[Mapping[str, torch.dtype]],
 ) -> int:
-    """Host memory of all states and their second copies."""
-    sizes = []
+    """Host memory of all states, their second copies, and the gradients that share memory."""
+    sizes = [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
     for record in layout.chunks[plan.n_persist :]:
         for kinds in (planned[record.index], copied[record.index]):
             sizes += state_sizes_bytes(layout.shard_elements(record), kinds)
@@ -281,7 +283,7 @@ def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: Eng
         if chunk.trainable and plan.sums_on_device(chunk.index):
             chunk.accumulator = memory.zeros(chunk.shard_elements, dtype=torch.float32)
     for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
-        kinds = planned_states(record, plan, memory.dtype)
+        kinds = planned_states(record, layout, plan, memory.dtype)
         missing = {name: kind for name, kind in kinds.items() if name not in _VALUES}
         vars(chunk).update(_on_device(chunk.shard_elements, missing, memory.device))
 

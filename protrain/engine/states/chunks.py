@@ -189,6 +189,10 @@ class Chunk:
             last.result()  # an error in either is raised in all who wait
         self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
 
+    def is_free(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._last is None or self._last.done()
+
     @property
     def speculates_weight_only(self) -> bool:
         """Whether a speculative update computes the weight only."""

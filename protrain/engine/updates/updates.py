@@ -208,7 +208,7 @@ class Updates:
             self._begun[chunk] = update
         for index in chunk.parameters:  # the gradient is used up, even if backward fails and zero_grad is never called
             self._gradients.present[index] = False
-        self._gradients.pool.release(chunk)
+        self._gradients.pools.release(chunk)
 
     def end_backward(self) -> None:
         """Make the updates inside backward that are left, and queue them in the order in which forward needs them."""
