@@ -290,8 +290,6 @@ def adam(
     check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, scale)
     states, numel = AdamStates(weight, master, exp_avg, exp_avg_sq), weight.numel()
     new = None if out is None else _checked_output(out, states, grad)
-    if numel == 0:
-        return
     how: dict[str, Any] = {"gradient_factor": gradient_factor, "scale": scale}
     if not weight.is_cuda and host_adam(states, grad, scalars, new, **how, threads=threads):
         return

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 STEPS_APART = 1 << 24  # how many step numbers fp32 represents; the random bits count steps modulo this
-_MOST_STEPS = 1 << 63
 MASTER_DTYPES = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.float32,
@@ -74,7 +73,7 @@ def adam_scalars(
     for name, value in (("beta1", beta1), ("beta2", beta2)):
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{name} must be in [0, 1), not {value!r}")
-    if not 1 <= step < _MOST_STEPS or step != int(step):
+    if not 1 <= step < math.inf or step != int(step):
         raise ValueError(f"step counts from 1, in whole numbers, not {step!r}")
     scalars = AdamScalars(
         decay=_fp32(1.0 - lr * weight_decay if decoupled else 1.0),

@@ -4,9 +4,8 @@ For a row of logits r [words] with the target t:
 
     x = r, or softcap * tanh(r / softcap)
     lse = log(sum(exp(x)))
-    loss = lse - x[t] + label_smoothing * (x[t] - mean(x)) + z_loss * lse ** 2
-    r[i] = (exp(x[i] - lse) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * (i == t) - label_smoothing / words)
-           * dx/dr[i] / divisor
+    loss = lse - x[t]
+    r[i] = (exp(x[i] - lse) - (i == t)) * dx/dr[i] / divisor
 
 All of it is computed in fp32, and a logit is rounded once when it is overwritten. A row whose target is to be ignored
 has no loss and a gradient of zero. A row whose target is no word has NaN for both.
@@ -52,9 +51,7 @@ def cross_entropy_kernel(
     ignore_index: tl.tensor,
     WORDS: tl.constexpr,
     STRIDE: tl.constexpr,
-    SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    Z_LOSS: tl.constexpr,
     WRITES: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
@@ -70,29 +67,23 @@ def cross_entropy_kernel(
         own = capped(widen(tl.load(logits + target, mask=is_word, other=0)), SOFTCAP)
         most = tl.full((LANES,), _LEAST, tl.float32)
         total = tl.zeros((LANES,), tl.float32)
-        plain = tl.zeros((LANES,), tl.float32)
         for start in range(0, WORDS, LANES * 8):
             inside = start + place < WORDS
             value = capped(widen(tl.load(logits + start + place, mask=inside, other=0)), SOFTCAP)
-            if SMOOTHING != 0.0:
-                plain += tl.sum(tl.where(inside, value, 0.0), axis=1)
             value = tl.where(inside, value, float("-inf"))
             higher = tl.maximum(most, tl.max(value, axis=1))
             total = total * tl.exp(most - higher) + tl.sum(tl.exp(value - higher[:, None]), axis=1)
             most = higher
         highest = tl.max(most, axis=0)
         lse = highest + tl.log(tl.sum(total * tl.exp(most - highest), axis=0))
-        loss = lse - own + Z_LOSS * lse * lse
-        if SMOOTHING != 0.0:
-            loss += SMOOTHING * (own - tl.sum(plain, axis=0) / WORDS)
-        tl.store(losses + row, tl.where(is_word, loss, float("nan")))
+        tl.store(losses + row, tl.where(is_word, lse - own, float("nan")))
         if WRITES:
             scale = tl.where(is_word, 1.0 / tl.load(divisor), float("nan"))
             for start in range(0, WORDS, LANES * 8):
                 column = start + place
                 value = capped(widen(tl.load(logits + column, mask=column < WORDS, other=0)), SOFTCAP)
-                slope = tl.exp(value - lse) * (1.0 + 2.0 * Z_LOSS * lse) - SMOOTHING / WORDS
-                slope = tl.where(column == target, slope - (1.0 - SMOOTHING), slope)
+                slope = tl.exp(value - lse)
+                slope = tl.where(column == target, slope - 1.0, slope)
                 if SOFTCAP != 0.0:
                     slope *= 1.0 - (value / SOFTCAP) * (value / SOFTCAP)
                 tl.store(logits + column, narrow(slope * scale, logits), mask=column < WORDS)
@@ -111,9 +102,7 @@ def launch_cross_entropy(
     divisor: torch.Tensor,  # [] float32, by which the gradient is divided and the losses are not
     *,
     ignore_index: int,
-    label_smoothing: float,
     softcap: float,
-    z_loss: float,
     writes: bool,  # whether logits are overwritten
 ) -> None:
     """Launch the Triton kernel."""
@@ -124,7 +113,7 @@ def launch_cross_entropy(
         (logits, targets, losses, divisor),
         ignore_index,
         (),
-        (words, logits.stride(0), label_smoothing, softcap, z_loss, writes, LANES),
+        (words, logits.stride(0), softcap, writes, LANES),
         OPTIONS,
         device_index=logits.get_device(),
     )
@@ -149,9 +138,7 @@ def _reference(
     divisor: torch.Tensor,
     *,
     ignore_index: int,
-    label_smoothing: float,
     softcap: float,
-    z_loss: float,
     writes: bool,
 ) -> None:
     counts = targets != ignore_index
@@ -162,13 +149,11 @@ def _reference(
         values = softcap * torch.tanh(values / softcap)
     lse = values.logsumexp(dim=1, keepdim=True)
     target = values.gather(1, own)
-    loss = lse - target + z_loss * lse.square()
-    if label_smoothing:  # the mean is not finite where a word is impossible
-        loss += label_smoothing * (target - values.mean(dim=1, keepdim=True))
+    loss = lse - target
     losses.copy_(torch.where(counts, torch.where(is_word, loss[:, 0], torch.nan), 0.0))
     if writes:
-        slope = torch.exp(values - lse) * (1 + 2 * z_loss * lse) - label_smoothing / logits.shape[1]
-        slope.scatter_add_(1, own, torch.full_like(target, label_smoothing - 1))
+        slope = torch.exp(values - lse)
+        slope.scatter_add_(1, own, torch.full_like(target, -1.0))
         if softcap:
             slope *= 1 - (values / softcap).square()
         slope /= torch.where(is_word, divisor, torch.nan)[:, None]

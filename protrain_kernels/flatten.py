@@ -175,8 +175,6 @@ def _launch(
     others: tuple[torch.Tensor, ...],
     chosen: tuple[bool | int, ...],
 ) -> None:
-    if not table.programs:
-        return
     memory, slot = put_addresses(table.device_index, [*map(torch.Tensor.data_ptr, tensors)])
     launch(
         kernel,

@@ -42,7 +42,6 @@ import triton
 import triton.language as tl
 
 from protrain_kernels.checks import (
-    ALIGNMENT_BYTES,
     FLOATS,
     PADDING,
     TILE,
@@ -206,8 +205,6 @@ def launch_fold(
     partials: torch.Tensor | None,
 ) -> None:
     """Launch the Triton kernel on checked tensors."""
-    if not table.programs:
-        return
     ranks, accumulate = len(pieces), accumulator is not None
     # The pieces stand for a tensor that is not there.
     written = [pieces if tensor is None else tensor for tensor in (gradient, accumulator, partials)]
@@ -241,8 +238,7 @@ def _check_pieces(pieces: torch.Tensor) -> int:
         )
     if elements % PADDING or pieces.stride(0) % PADDING:
         raise ValueError(f"pieces have {elements} elements each: pad them to a multiple of {PADDING}")
-    if pieces.storage_offset() * pieces.element_size() % ALIGNMENT_BYTES:
-        raise ValueError(f"pieces must start at a multiple of {ALIGNMENT_BYTES} bytes in their storage")
+    check_aligned("pieces", pieces)
     return elements
 
 

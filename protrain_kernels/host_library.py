@@ -2,7 +2,7 @@
 
 The library lies in ProTrain's cache under a hash of source, flags, compiler and CPU, so that a shared home serves
 unlike machines. It is moved there atomically, so that many processes may build at the same time. Without a working
-compiler, or with ``PROTRAIN_HOST_KERNELS=aten``, separate torch operations do the work, slower but with the same bits.
+compiler separate torch operations do the work, slower but with the same bits.
 """
 
 from __future__ import annotations
@@ -44,14 +44,9 @@ _ARGUMENTS = {
 }
 
 
-def library() -> ctypes.CDLL | None:
-    """The compiled host kernels, or None where separate torch operations replace them."""
-    return None if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten" else _load()
-
-
 @functools.cache
-def _load() -> ctypes.CDLL | None:
-    """The library. A warning says, once, why there is none and what to do."""
+def library() -> ctypes.CDLL | None:
+    """The compiled host kernels, or None where separate torch operations replace them, as a warning says once."""
     failures = []
     for compiler in _compilers():
         try:

@@ -64,7 +64,7 @@ def launch(
     Args:
         kernel: a ``triton.jit`` function that is always launched with the same ``options``. Its parameters are
             pointers, one integer, floats and constexpr parameters, in this order.
-        programs: at least 1.
+        programs: how many; with 0 nothing is launched.
         tensors: what the pointers point to, on the device or in pinned host memory.
         integer: the integer argument.
         floats: the float arguments.
@@ -74,6 +74,8 @@ def launch(
         on_host: indices of the tensors in host memory. Their address may differ on the device, and Triton's launcher
             looks it up.
     """
+    if not programs:
+        return
     if device_index >= 0 and device_index != torch._C._cuda_getDevice():  # Triton launches on the current device
         with torch.cuda.device(device_index):
             launch(
@@ -126,12 +128,12 @@ class AddressRing:
 
     def __init__(self, device: torch.device, segment_addresses: int) -> None:
         self.device = device
-        self.on_device = device.type == "cuda"
+        self.api: Any = torch.get_device_module(device)  # streams and events, which do nothing on the CPU
         self.segment_addresses = segment_addresses
-        self.memory = torch.zeros(_SEGMENTS * segment_addresses, dtype=torch.int64, pin_memory=self.on_device)
+        self.memory = torch.zeros(_SEGMENTS * segment_addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
         # The same cells as a Python array, because writing them through torch would cost more than the launch.
         self._cells = (ctypes.c_int64 * self.memory.numel()).from_address(self.memory.data_ptr())
-        self._events: list[Any] = [torch.cuda.Event() if self.on_device else None for _ in range(_SEGMENTS)]
+        self._events: list[Any] = [self.api.Event() for _ in range(_SEGMENTS)]
         self._segment = 0
         self._next = 0  # the next free address within the segment
         self._lock = threading.Lock()
@@ -150,10 +152,9 @@ class AddressRing:
 
     def _enter_next_segment(self) -> None:
         following = (self._segment + 1) % _SEGMENTS
-        if self.on_device:
-            # The device of the ring need not be the current device.
-            self._events[self._segment].record(torch.cuda.current_stream(self.device))
-            self._events[following].synchronize()  # returns at once for an event that was never recorded
+        # The device of the ring need not be the current device.
+        self._events[self._segment].record(self.api.current_stream(self.device))
+        self._events[following].synchronize()  # returns at once for an event that was never recorded
         self._segment, self._next = following, 0
 
 
@@ -170,7 +171,7 @@ def put_addresses(device_index: int, addresses: list[int]) -> tuple[torch.Tensor
     if ring is None or ring.segment_addresses < len(addresses):
         wanted = max(_SEGMENT_ADDRESSES, -(-len(addresses) // SLOT) * SLOT)
         device = torch.device("cuda", device_index) if device_index >= 0 else torch.device("cpu")
-        if ring is not None and ring.on_device:
-            torch.cuda.current_stream(device).synchronize()  # the smaller ring goes once nothing reads it
+        if ring is not None:
+            ring.api.synchronize(device)  # the smaller ring goes once nothing reads it
         ring = _rings[place] = AddressRing(device, wanted)
     return ring.memory, ring.put(addresses)

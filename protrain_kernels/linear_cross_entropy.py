@@ -51,9 +51,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,  # [words] of the same type
     divisor: Tensor | float | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     softcap: float = 0.0,
-    z_loss: float = 0.0,
 ) -> Tensor:
     """The cross-entropy of ``hidden @ weight.T + bias`` with ``targets``, a scalar in fp32.
 
@@ -67,9 +65,7 @@ def linear_cross_entropy(
         divisor: what the sum of losses is divided by, a number or one value. By default that is the number of targets
             that count, and the loss is NaN if none does.
         ignore_index: the target of rows that do not count.
-        label_smoothing: as of ``torch.nn.functional.cross_entropy``.
         softcap: logits become ``softcap * tanh(logits / softcap)``, unless it is 0.
-        z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to a row's loss.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
@@ -86,12 +82,7 @@ def linear_cross_entropy(
         divisor = (targets != ignore_index).sum()
     elif not isinstance(divisor, Tensor) or divisor.device != hidden.device:  # a copy of a scalar would be waited for
         divisor = hidden.new_full((), float(divisor), dtype=torch.float32)
-    options = {
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "softcap": softcap,
-        "z_loss": z_loss,
-    }
+    options = {"ignore_index": ignore_index, "softcap": softcap}
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(
             hidden, weight, bias, targets.contiguous(), divisor.float().reshape(()), options, torch.is_grad_enabled()
@@ -152,13 +143,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, *sums = ctx.saved_tensors
         factor = grad_loss if ctx.late_factor is None else grad_loss * ctx.late_factor
         sums = hidden, *(None if each is None else each[: ctx.words] for each in sums)
-        made = (each if each is None else _scaled(each, factor, ctx.dtype) for each in sums)
+        made = (
+            each if each is None else torch.mul(each, factor, out=torch.empty_like(each, dtype=ctx.dtype))
+            for each in sums
+        )
         return *made, None, None, None, None
-
-
-def _scaled(sums: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product, which is rounded to ``dtype``."""
-    return torch.mul(sums, factor, out=torch.empty_like(sums, dtype=dtype))
 
 
 def _widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -44,13 +44,10 @@ class Slice:
     partial_offset: int
 
     def __post_init__(self) -> None:
-        for name in ("offset", "first"):
+        for name, unit in (("offset", PADDING), ("first", PADDING), ("numel", 1), ("partial_offset", 1)):
             value = getattr(self, name)
-            if value < 0 or value % PADDING:
-                raise ValueError(f"{name} is {value}: it must be a multiple of {PADDING}")
-        for name in ("numel", "partial_offset"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 0")
+            if value < 0 or value % unit:
+                raise ValueError(f"{name} is {value}: it must be at least 0 and a multiple of {unit}")
         if self.stop > self.parameter_numel:
             raise ValueError(
                 f"a slice of {self.numel} elements from element {self.first} on reaches beyond its parameter, "

@@ -25,7 +25,6 @@ from protrain_kernels.adam_types import AdamScalars
 from protrain_kernels.checks import ALIGNMENT_BYTES, PADDING, check_scalar
 
 _SLOTS = 2  # pieces in flight: one is copied in while the other is copied out
-_MOST_BYTES = 18  # a parameter: a float16 weight with everything else in float32
 
 
 class AdamStaging:
@@ -35,13 +34,11 @@ class AdamStaging:
     current when it was made.
 
     Args:
-        device: where the updates run.
-        size_bytes: device memory to take. Pieces of 8 to 64 MiB a tensor reach the full rate of a copy engine.
+        device: where the updates run. On the CPU, which stands in for a GPU, torch's streams and events do nothing.
+        size_bytes: device memory to take, at least 4,608: 128 parameters a slot. Pieces of 8 to 64 MiB a tensor reach
+            the full rate of a copy engine.
         upload: the stream of the copies to the device; made when None.
         download: the stream of the copies to the host; made when None.
-
-    Raises:
-        ValueError: the size leaves no room for 128 parameters a slot.
     """
 
     def __init__(
@@ -53,44 +50,36 @@ class AdamStaging:
         download: torch.cuda.Stream | None = None,
     ) -> None:
         self.slot_bytes = size_bytes // _SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        if self.slot_bytes < PADDING * _MOST_BYTES:
-            raise ValueError(f"size_bytes is {size_bytes}: it must be at least {_SLOTS * PADDING * _MOST_BYTES}")
         self.memory = torch.empty(_SLOTS * self.slot_bytes, dtype=torch.uint8, device=device)
         self.device = self.memory.device  # with its index
-        self.on_gpu = device.type == "cuda"
-        self.upload: Any = torch.cuda.Stream(device) if self.on_gpu and upload is None else upload
-        self.download: Any = torch.cuda.Stream(device) if self.on_gpu and download is None else download
-        self.started: Any = torch.cuda.Event() if self.on_gpu else None
+        self.api: Any = torch.get_device_module(self.device)  # streams and events of the device
+        self.upload: Any = self.api.Stream(self.device) if upload is None else upload
+        self.download: Any = self.api.Stream(self.device) if download is None else download
+        self.started: Any = self.api.Event()
         self.slots = itertools.cycle([self._slot(memory) for memory in self.memory.split(self.slot_bytes)])
 
     def _slot(self, memory: torch.Tensor) -> Slot:
-        if not self.on_gpu:
-            return Slot(memory, None, None, None)
-        slot = Slot(memory, torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event())
+        slot = Slot(memory, self.api.Event(), self.api.Event(), self.api.Event())
         # Until now the memory may have been another tensor's on the current stream.
-        slot.drained.record(torch.cuda.current_stream(self.device))
+        slot.drained.record(self.api.current_stream(self.device))
         return slot
+
+    @contextlib.contextmanager
+    def on(self, stream: Any, *, after: Any, done: Any) -> Iterator[None]:
+        """Queue the body on a stream, behind the event ``after``, and record the event ``done`` behind it."""
+        with self.api.stream(stream):
+            after.wait(stream)
+            yield
+            done.record(stream)
 
 
 class Slot(NamedTuple):
-    """Room for one piece, and the events of its way. On the CPU, where everything happens in order, these are None."""
+    """Room for one piece, and the events of its way."""
 
     memory: torch.Tensor
     filled: Any
     updated: Any
     drained: Any
-
-
-@contextlib.contextmanager
-def _on(stream: Any, *, after: Any, done: Any) -> Iterator[None]:
-    """Queue the body on a stream, behind the event ``after``, and record the event ``done`` behind it."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        stream.wait_event(after)
-        yield
-        done.record(stream)
 
 
 def streamed_adam(
@@ -104,7 +93,7 @@ def streamed_adam(
     *,
     gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,  # one float32 on the device
-) -> torch.cuda.Event | None:
+) -> torch.cuda.Event:
     """One Adam step by the device of ``staging`` on tensors in pinned host memory.
 
     The work is queued behind what the current stream of the device holds. Host and device may use the states again
@@ -122,7 +111,7 @@ def streamed_adam(
         scale: multiplies the rounded gradient.
 
     Returns:
-        An event that is reached when all results are in place. None on the CPU, where they are in place on return.
+        An event that is reached when all results are in place. On the CPU they are in place on return.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or is not pinned.
@@ -130,21 +119,20 @@ def streamed_adam(
     named = {"weight": weight, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
     tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
     for name, tensor in tensors.items():
-        if tensor.device.type != "cpu" or (staging.on_gpu and not tensor.is_pinned()):
+        if tensor.device.type != "cpu" or (staging.memory.is_cuda and not tensor.is_pinned()):
             raise ValueError(
                 f"{name} must be in pinned host memory for {staging.device} to reach it: pass its .cpu().pin_memory()"
             )
     check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, None)
     check_scalar("scale", scale, dtype=torch.float32, device=staging.device)
-    step = launch_adam if staging.on_gpu else adam
+    step = launch_adam if staging.memory.is_cuda else adam
     # Where there is a master, that of a piece takes the place of None.
     update: Callable[..., None] = functools.partial(
         step, master=None, scalars=scalars, gradient_factor=gradient_factor, scale=scale
     )
-    compute = torch.cuda.current_stream(staging.device) if staging.on_gpu else None
-    if compute is not None:
-        staging.started.record(compute)  # the copies wait for what the current stream wrote so far
-        staging.upload.wait_event(staging.started)
+    compute = staging.api.current_stream(staging.device)
+    staging.started.record(compute)  # the copies wait for what the current stream wrote so far
+    staging.started.wait(staging.upload)
     length = staging.slot_bytes // sum(tensor.element_size() for tensor in tensors.values()) // PADDING * PADDING
     for first in range(0, grad.numel(), length):
         parts = {name: tensor[first : first + length] for name, tensor in tensors.items()}
@@ -152,18 +140,16 @@ def streamed_adam(
         for name, part in parts.items():
             rooms[name] = slot.memory[end : end + part.nbytes].view(part.dtype)
             end += part.nbytes
-        with _on(staging.upload, after=slot.drained, done=slot.filled):
+        with staging.on(staging.upload, after=slot.drained, done=slot.filled):
             for name, room in rooms.items():
                 room.copy_(parts[name], non_blocking=True)
-        with _on(compute, after=slot.filled, done=slot.updated):
+        with staging.on(compute, after=slot.filled, done=slot.updated):
             update(**rooms)
-        with _on(staging.download, after=slot.updated, done=slot.drained):
+        with staging.on(staging.download, after=slot.updated, done=slot.drained):
             for name, room in rooms.items():
                 if name != "grad":
                     parts[name].copy_(room, non_blocking=True)
-    if compute is None:
-        return None
-    done = torch.cuda.Event()
-    staging.download.wait_event(staging.started)
+    done: torch.cuda.Event = staging.api.Event()
+    staging.started.wait(staging.download)
     done.record(staging.download)
     return done

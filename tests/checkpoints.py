@@ -1,15 +1,13 @@
-"""Helpers for tests of checkpoints: small trainings on the CPU, and saves with another manifest."""
+"""Small trainings on the CPU for tests of checkpoints."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import protrain
-from protrain.checkpoint.manifest import read_manifest, write_manifest
 
 
 def wrapped(model: nn.Module, n_groups: int = 1) -> Any:
@@ -37,11 +35,6 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any) -> None:
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-
-
-def rewrite(save: Path, **changes: Any) -> None:
-    """Change entries of the manifest of ``save``."""
-    write_manifest(save, {**read_manifest(save), **changes})
 
 
 def make_expanded(row: list[float]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_models import VOCABULARY, config_of
+from tests.tiny_models import VOCABULARY, tiny
 
 # Of this process, and of those that tests start: where threads of a loop wait for a core that another test has, small
 # operations take milliseconds.
@@ -32,19 +32,9 @@ ModelBuilder = Callable[..., torch.nn.Module]
 
 @pytest.fixture(scope="session")
 def tiny_model() -> ModelBuilder:
-    """``tiny_model(family, seed=0, words=96)``: a small transformers gpt2, opt, llama, mistral or t5 in fp32."""
-    transformers = pytest.importorskip("transformers")
-
-    def build(family: str, seed: int = 0, words: int = VOCABULARY) -> torch.nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-            config = config_of(family)
-            config.vocab_size = words
-            model: torch.nn.Module = kind.from_config(config)
-        return model
-
-    return build
+    """``tests.tiny_models.tiny``, where there is transformers."""
+    pytest.importorskip("transformers")
+    return tiny
 
 
 @pytest.fixture(scope="session")
@@ -53,24 +43,13 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
     A folder is made once for each configuration. A test that changes it makes a copy first.
     """
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
 
     @cache
     def build(**sizes: Any) -> Path:
-        usual: dict[str, Any] = {
-            "vocab_size": 256,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": True,
-            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        }
         folder = tmp_path_factory.mktemp("llama")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            transformers.LlamaForCausalLM(transformers.LlamaConfig(**(usual | sizes))).save_pretrained(folder)
+        usual = {"words": 256, "num_hidden_layers": 2, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        tiny("llama", **{**usual, **sizes}).save_pretrained(folder)
         return folder
 
     return build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ from protrain.common.errors import MisuseError
 from protrain_kernels import split
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import step
-from tests.engine.harness import Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.harness import Spec, adamw, assert_same, default_loss, plain_run, states, wrap_under
 from tests.engine.residual import batches, make
 
 pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 
-RESIDENT = Spec("all", "least", "n")
 OFFLOADED = Spec("none", "least", "cn", speculate=True)
 DECAY = 0.9
+
+
+def run(model: nn.Module, optimizer: Any, batches: Sequence[Any]) -> list[float]:
+    return [step(model, optimizer, batch) for batch in batches]
 
 
 @torch.no_grad()
@@ -37,37 +41,45 @@ def averaged_by_torch(average: dict[str, Tensor], optimizer: Any) -> dict[str, T
     return {name: torch.lerp(average.get(name, new), new, 1 - DECAY) for name, new in masters.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_averages_are_those_of_whole_weights_and_leave_the_training_as_it_is(spec: Spec, dtype: torch.dtype) -> None:
-    def train(averages: bool) -> dict[str, Tensor]:
-        torch.manual_seed(1)  # of dropout
-        model = make()
-        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], dtype=dtype)
-        averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
-        for batch in batches(4):
-            step(model, optimizer, batch)
-            if averages:
-                averaged.update()
-                expected, before = averaged_by_torch(expected, optimizer), evaluate(model)
-                assert_same(averaged.state_dict(), expected)
-                with averaged.applied():
-                    for name, value in model.named_parameters():
-                        average = expected[name].view(-1)
-                        average = average if dtype is torch.float32 else split(average)[0]
-                        assert torch.equal(value.view(-1), average), name
-                    inside = evaluate(model)
-                assert evaluate(model) == before
-        if averages:
-            assert inside != before
-            other = protrain.AveragedWeights(model, DECAY)
-            other.load_state_dict(averaged.state_dict())
-            for each in (averaged, other):
-                each.update()
-            assert_same(other.state_dict(), averaged.state_dict())
-        return states(model, optimizer)
+def average(dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+    """Train and compare averages with those of torch. Returns the states of the training."""
+    model = make()
+    model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], dtype=dtype, world_size=size)
+    torch.manual_seed(1)  # of dropout
+    averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
+    for batch in batches(6)[rank::size]:
+        step(model, optimizer, batch)
+        averaged.update()
+        expected, before = averaged_by_torch(expected, optimizer), evaluate(model)
+        assert_same(averaged.state_dict(), expected)
+        with averaged.applied():
+            inside = evaluate(model)
+            if size == 1:
+                for name, value in model.named_parameters():
+                    of_torch = expected[name].view(-1)
+                    assert torch.equal(value.view(-1), of_torch if dtype is torch.float32 else split(of_torch)[0]), name
+        assert evaluate(model) == before
+    assert inside != before
+    other = protrain.AveragedWeights(model, DECAY)
+    other.load_state_dict(averaged.state_dict())
+    for each in (averaged, other):
+        each.update()
+    assert_same(other.state_dict(), averaged.state_dict())
+    return states(model, optimizer)
 
-    assert_same(train(True), train(False))
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_averages_are_those_of_whole_weights_and_leave_the_training_as_it_is(dtype: torch.dtype) -> None:
+    _, expected = plain_run(make, batches(6), run=run, dtype=dtype)
+    assert_same(average(dtype), expected)
+
+
+def average_on_rank(rank: int) -> None:
+    average(rank=rank, size=2)
+
+
+def test_two_ranks_have_the_averages_of_whole_weights() -> None:
+    on_ranks(2, average_on_rank)
 
 
 def test_misuse() -> None:
@@ -79,31 +91,9 @@ def test_misuse() -> None:
         protrain.AveragedWeights(model, given)  # as other libraries' averages take it
     with pytest.raises(ValueError, match=r"AveragedWeights needs a model that protrain\.wrap returned"):
         protrain.AveragedWeights(model).update()
-    model, _ = wrap_under(RESIDENT, model, adamw(model), batches()[0])
+    model, _ = wrap_under(OFFLOADED, model, adamw(model), batches()[0])
     averaged = protrain.AveragedWeights(model)
     with pytest.raises(MisuseError, match=r"no average yet: call update\(\)"), averaged.applied():
         pass
     with pytest.raises(ValueError, match="averages are of another model"):
         averaged.load_state_dict({"enter.weight": torch.zeros(1)})
-
-
-def average_on_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    model = make()
-    model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], world_size=2)
-    averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
-    for batch in batches(6)[rank::2]:
-        step(model, optimizer, batch)
-        averaged.update()
-        expected = averaged_by_torch(expected, optimizer)
-    own = evaluate(model)
-    with averaged.applied():
-        inside = evaluate(model)
-    return averaged.state_dict(), expected, [own, inside, evaluate(model)]
-
-
-def test_two_ranks_have_the_averages_of_whole_weights() -> None:
-    (mine, expected, losses), (theirs, _, others) = on_ranks(2, average_on_rank)
-    assert_same(mine, expected)
-    assert_same(theirs, expected)
-    assert losses == others
-    assert losses[2] == losses[0] != losses[1]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 
 from protrain.common import batch as batches
 
@@ -38,45 +37,6 @@ def test_a_wrong_batch_is_named(batch: Any, message: str) -> None:
         batches.check(batch)
 
 
-class _Moving:
-    """An object whose method ``to`` changes the object itself, and leaves one tensor where it is."""
-
-    def __init__(self) -> None:
-        self.values, self.lengths = torch.ones(3), torch.tensor([2, 1])
-
-    def to(self, device: torch.device) -> _Moving:
-        self.values = self.values.to(device)
-        return self
-
-
-def test_objects_move_themselves_and_the_callers_stay() -> None:
-    packed = pack_sequence([torch.ones(2), torch.ones(1)])
-    ours = _Moving()
-    meta = torch.device("meta")
-    moved = batches.move(
-        {"ours": [ours], "packed": packed, "plain": _Part(torch.ones(1))}, meta, lambda tensor: tensor.to(meta)
-    )
-    assert moved["ours"][0].values.is_meta
-    assert moved["ours"][0].lengths.is_cpu
-    assert ours.values.is_cpu, "the caller may have a list of them"
-    assert moved["packed"].data.is_meta
-    assert moved["packed"].batch_sizes.is_cpu
-    assert moved["plain"].y.is_meta
-    assert batches.shapes((ours,)) == {"0.values": (3,), "0.lengths": (2,)}
-
-
-def test_a_copy_is_independent_of_the_batch() -> None:
-    twice = torch.ones(2, requires_grad=True)
-    batch = (twice, twice, {"computed": twice * 2})
-    copy = batches.fresh_copy(batch)
-    assert copy[0] is copy[1]
-    assert copy[2]["computed"].is_leaf
-    (copy[0] + copy[2]["computed"]).sum().backward()
-    assert twice.grad is None
-    copy[2]["new"] = None
-    assert batch[2].keys() == {"computed"}
-
-
 def test_a_tensor_or_an_object_is_the_one_argument_and_others_are_batches_already() -> None:
     tensor, item = torch.zeros(2), SimpleNamespace(x=torch.zeros(3))
     for given in (tensor, item):
@@ -102,17 +62,6 @@ def test_how_much_more_memory_than_planned_a_shape_may_need(
 ) -> None:
     assert batches.growth(shape, planned, rows_first=True) == rows_first
     assert batches.growth(shape, planned, rows_first=False) == otherwise
-
-
-def test_only_fp32_is_cast_and_nesting_is_kept() -> None:
-    kept = torch.zeros(2, dtype=torch.float64)
-    args, kwargs = batches.cast_inputs(
-        (torch.zeros(2), [kept]), {"ids": torch.zeros(2, dtype=torch.int64), "x": {"y": torch.ones(1)}}, torch.bfloat16
-    )
-    assert args[0].dtype == torch.bfloat16
-    assert args[1][0] is kept
-    assert kwargs["ids"].dtype == torch.int64
-    assert kwargs["x"]["y"].dtype == torch.bfloat16
 
 
 class _Cached(nn.Module):

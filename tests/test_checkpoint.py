@@ -14,7 +14,7 @@ from protrain.checkpoint import saving, tensor_files
 from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import complete_folder
-from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, wrapped
+from tests.checkpoints import make_expanded, make_model, make_run, wrapped
 
 
 def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
@@ -119,26 +119,6 @@ def test_expanded_buffers_are_restored_and_stay_views(tmp_path: Path) -> None:
         assert str(other.get_buffer(name)) == str(model.get_buffer(name))
     other.get_buffer("row").fill_(5.0)
     assert (other.get_buffer("mask") == 5.0).all()
-
-
-def test_extra_state_and_integer_parameters_are_whole(tmp_path: Path) -> None:
-    model, optimizer = make_counting()
-    scale = torch.tensor([float("nan"), -0.0, 3.0]).to(torch.bfloat16)
-    first, second = (module for module in model.modules() if isinstance(module, Counting))
-    first.state = {"calls": (3, 4.5), "scale": scale, 7: [torch.tensor(2**40), b"\x00\xff", "text", None, True]}
-    second.order.copy_(torch.tensor([3, 1, 2, 0]))
-    save_checkpoint(tmp_path, model, optimizer)
-    loaded, other = make_counting()
-    load_checkpoint(tmp_path, loaded, other)
-    found = [module for module in loaded.modules() if isinstance(module, Counting)]
-    assert found[1].order.tolist() == [3, 1, 2, 0]
-    assert found[1].state is None
-    assert found[0].state["calls"] == (3, 4.5)
-    assert found[0].state["scale"].view(torch.int16).equal(scale.view(torch.int16))
-    large, *rest = found[0].state[7]
-    assert large.dtype is torch.int64
-    assert large.item() == 2**40
-    assert rest == [b"\x00\xff", "text", None, True]
 
 
 def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
 from protrain import CheckpointError, load_checkpoint, save_checkpoint
-from protrain.checkpoint.manifest import MANIFEST, list_saves, random_state
-from tests.checkpoints import make_counting, make_expanded, make_model, make_run, rewrite, train, wrapped
+from protrain.checkpoint.manifest import MANIFEST, list_saves, random_state, read_manifest, write_manifest
+from tests.checkpoints import make_counting, make_expanded, make_model, make_run, train, wrapped
 
 
 def values_of(model: nn.Module) -> list[Tensor]:
@@ -177,6 +177,6 @@ def test_what_a_save_lacks_is_named_where_the_model_has_it(tmp_path: Path) -> No
     counting, optimizer = make_counting()
     with refused(r"another model: it lacks the extra state of module '0'", counting):
         load_checkpoint(tmp_path, counting, optimizer)
-    rewrite(save, modules={"0": None, "1.0": None})
+    write_manifest(save, {**read_manifest(save), "modules": {"0": None, "1.0": None}})
     with refused(r"it lacks the buffer or frozen parameter '0\.order', which", counting):
         load_checkpoint(tmp_path, counting, optimizer)

@@ -13,6 +13,7 @@ from protrain.forward.chunked_loss import chunk_loss
 from protrain.hardware.shipped import load
 from protrain.planning import fingerprint, search
 from protrain.profiler.model_profile import ModelProfile
+from tests.tiny_models import tiny
 
 Build = Callable[..., nn.Module]
 GPU = torch.device("cuda")  # the device that the traced models train on; it need not exist
@@ -24,18 +25,12 @@ def _profile(model: nn.Module, batch: dict[str, Tensor], *, chunked: bool, dtype
     return protrain.profile(model, batch, device="meta", dtype=dtype)
 
 
-def _llama(vocabulary: int = 96, hidden: int = 32, layers: int = 3) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-    )
+def _llama(words: int, hidden: int = 32, layers: int = 3) -> nn.Module:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
     with protrain.empty_parameters():
-        model: nn.Module = transformers.LlamaForCausalLM(config)
+        model: nn.Module = tiny(
+            "llama", words=words, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, **sizes
+        )
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +17,12 @@ MIB = 1024**2
 
 def _mapping_of(address: int) -> dict[str, str]:
     """What the system reports on the mapping that contains ``address``."""
-    found: dict[str, str] = {}
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, _, rest = line.partition(" ")
-        if "-" in first and not first.endswith(":"):
-            low, high = (int(bound, 16) for bound in first.split("-"))
-            inside = low <= address < high
-            if inside:
-                found["permissions"] = rest.split()[0]
-        elif inside:
-            found[first.rstrip(":")] = rest.strip()
-    return found
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        (bounds, permissions, *_), *rest = (line.split(maxsplit=2) for line in mapping.splitlines())
+        low, high = (int(bound, 16) for bound in bounds.split("-"))
+        if low <= address < high:
+            return {"permissions": permissions, **{name.rstrip(":"): " ".join(value) for name, *value in rest}}
+    raise AssertionError("there is no such mapping")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

@@ -1,8 +1,7 @@
-"""Walks over trees agree with torch.utils._pytree, and go into dataclasses and objects that move themselves."""
+"""Walks over trees agree with torch.utils._pytree."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict, namedtuple
 from functools import partial
 from typing import Any
@@ -55,42 +54,3 @@ def test_walks_are_those_of_torch(name: str) -> None:
     assert list(map(id, found_leaves)) == list(map(id, expected_leaves))
     assert type(found) is type(mapped)
     assert repr(found) == repr(mapped)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    left: Any
-    right: Any = None
-    made: int = dataclasses.field(init=False, default=1)
-
-
-class Graphs:
-    """A batch of a library for graphs: it moves itself."""
-
-    def __init__(self, left: Any, right: Any) -> None:
-        self.left, self.right, self.text = left, right, "text"
-
-    def to(self, device: Any) -> Any:
-        raise NotImplementedError
-
-
-OBJECTS = {
-    "frozen": Frozen,
-    "frozen inside": lambda left, right: Frozen(Frozen(left), [Frozen(right)]),
-    "moves itself": Graphs,
-    "moves itself inside": lambda left, right: Graphs(Frozen(left), [right]),
-    "in collections": lambda left, right: OrderedDict(a=Pair(left, Frozen(right))),
-}
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_objects_are_looked_into_and_copied(name: str) -> None:
-    left, right = tensors(2)
-    tree = ({"object": OBJECTS[name](left, right)}, "text")
-    before = repr(tree)
-    assert {id(tensor) for tensor in tensors_in(tree)} == {id(left), id(right)}
-    mapped = map_leaves(lambda leaf: leaf + 5 if isinstance(leaf, Tensor) else leaf, tree)
-    assert sorted(float(tensor) for tensor in tensors_in(mapped)) == [5, 6]
-    assert {id(tensor) for tensor in tensors_in(tree)} == {id(left), id(right)}, "the original is as it was"
-    assert repr(tree) == before
-    assert type(mapped[0]["object"]) is type(tree[0]["object"])

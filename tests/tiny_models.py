@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 VOCABULARY = 96
 LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -19,6 +21,8 @@ _NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 _OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA),
     "mistral": ("MistralConfig", {**LLAMA, "sliding_window": None}),
+    "mixtral": ("MixtralConfig", {**LLAMA, "num_local_experts": 4}),
+    "cohere": ("CohereConfig", LLAMA),
     "gpt2": (
         "GPT2Config",
         {
@@ -44,9 +48,19 @@ _OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(family: str) -> Any:
-    """The configuration of a llama, mistral, gpt2, opt or t5."""
+def config_of(family: str, **sizes: Any) -> Any:
+    """The configuration of a model of ``family``, with other ``sizes`` than the usual ones."""
     import transformers
 
-    kind, sizes = _OF_FAMILY[family]
-    return getattr(transformers, kind)(**sizes)
+    kind, usual = _OF_FAMILY[family]
+    return getattr(transformers, kind)(**{**usual, **sizes})
+
+
+def tiny(family: str, seed: int = 0, words: int = VOCABULARY, **sizes: Any) -> Any:
+    """A llama, mistral, mixtral, cohere, gpt2, opt or t5 in fp32, whose values follow from ``seed``."""
+    import transformers
+
+    kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind.from_config(config_of(family, vocab_size=words, **sizes))

@@ -31,9 +31,7 @@ class StreamedStep:
 
     def __call__(self) -> None:
         """Queue an update of all; the current stream waits for its end."""
-        done = streamed_adam(*self._states.tensors, SCALARS, self._staging)
-        if done is not None:
-            torch.cuda.current_stream().wait_event(done)
+        streamed_adam(*self._states.tensors, SCALARS, self._staging).wait(self._staging.api.current_stream())
 
 
 class CopiedStep:

@@ -24,7 +24,6 @@ from protrain.checkpoint.loading import check_model
 from protrain.checkpoint.manifest import read_manifest, verify_bytes
 from protrain.checkpoint.parameter_files import BUFFERS, SavedParameter, compare_names, saved_parameters
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, complete_folder, open_tensors
-from protrain.common.adapters import within_peft
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.agreement import raised_on_all
@@ -165,13 +164,12 @@ def _write_configs(folder: Path, model: Any, dtype: torch.dtype, tokenizer: Any,
     if alone:
         write_adapter_config(model, folder)
     else:
-        whole = within_peft(model)
-        config: Any = copy.deepcopy(getattr(whole, "config", None))
+        config: Any = copy.deepcopy(getattr(model, "config", None))
         if hasattr(config, "save_pretrained"):
             config.dtype = dtype
-            config.architectures = [type(whole).__name__]
+            config.architectures = [type(model).__name__]
             config.save_pretrained(folder)
-        parts.append(getattr(whole, "generation_config", None))
+        parts.append(getattr(model, "generation_config", None))
     for part in parts:
         if part is not None:
             part.save_pretrained(folder)

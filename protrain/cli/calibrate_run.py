@@ -14,7 +14,6 @@ from protrain.distributed.devices import own_device
 from protrain.distributed.joining import announced_processes
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, report
-from protrain.hardware.profile import HardwareProfile
 
 
 def run(args: argparse.Namespace) -> None:
@@ -39,16 +38,10 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     if not speaks:
         return
     emit(hardware, args, report(hardware))
-    print_line(_kept(hardware, device) if save else _NOT_REPLACED)
-
-
-_NOT_REPLACED = (
-    f"the profile was not kept, because there is one already, and in less than {FULL_SECONDS:.0f} s figures are rougher"
-)
-
-
-def _kept(hardware: HardwareProfile, device: torch.device) -> str:
-    path = Machine.of(device).path
-    if cached(device) != hardware:
-        return f"the profile was not kept: PROTRAIN_CACHE is 0, or {path} cannot be written"
-    return f"kept in {path}, for plans and runs with --device {device.type} alone"
+    if not save:
+        print_line(
+            "the profile was not kept, because there is one already, and in less than "
+            f"{FULL_SECONDS:.0f} s figures are rougher"
+        )
+    elif cached(device) == hardware:  # of a cache that cannot be written a warning has told
+        print_line(f"kept in {Machine.of(device).path}, for plans and runs with --device {device.type} alone")

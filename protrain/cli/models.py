@@ -95,8 +95,10 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
         with empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]  # what follows are names of all other models
-        raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
+        said = f"{type(error).__name__}: {error}".partition("\nModel type should be")[0]  # and the names of all
+        raise ValueError(
+            f"{folder} is no causal language model that transformers can load: {' '.join(said.split())}"
+        ) from error
     _refuse_untrainable(folder, config, model)
     loaded = LoadedModel(model=model, folder=folder, sequence=1024)
     positions = loaded.sequence if loaded.positions is None else loaded.positions

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> None:
         if args.max_model or args.compare:
             raise ValueError("--picture goes with a plan or --frontier: --max-model and --compare draw nothing")
         check_picture(args.picture)
+    if args.step_during_backward and args.dtype == "float16":
+        raise ValueError("--step-during-backward does not work with float16, as `wrap` says: use --dtype bfloat16")
     if args.batch is None and args.accumulation is not None:
         raise ValueError("--accumulation says how many batches a step has: give --batch too, or --step-tokens alone")
     if args.compare is not None:

@@ -35,19 +35,15 @@ def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], Non
     Measuring takes at most ``device_bytes``.
     """
     loaded, device = _architecture(step), torch.device(step.device_type)
-    if step.batch * (step.sequence or loaded.sequence) * _token_bytes(loaded, step) > device_bytes:
+    embeddings: Any = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    token_bytes = getattr(embeddings, "embedding_dim", 1) * DTYPES[step.dtype].itemsize
+    if step.batch * (step.sequence or loaded.sequence) * token_bytes > device_bytes:
         return None  # before what no plan can hold is made
     model, example, how = _prepared(step, loaded, on_meta=False)
     try:
         return cached_profile(model, example, device=device, device_bytes=device_bytes, show=show, **how)
     except torch.OutOfMemoryError:
         return None
-
-
-def _token_bytes(loaded: LoadedModel, step: ProfiledStep) -> int:
-    """What the embedding of a token takes."""
-    model: Any = loaded.model
-    return int(getattr(model.get_input_embeddings(), "embedding_dim", 1)) * DTYPES[step.dtype].itemsize
 
 
 def counted(step: ProfiledStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:

@@ -43,6 +43,12 @@ def read_data(options: Any, tokenizer: Any) -> tuple[Any, Any]:
             "messages, conversations, prompt and completion, instruction and output, or text (--dataset_text_field "
             "names another column), and `protrain train dpo` reads chosen and rejected"
         )
+    talks = any(isinstance(rows[0].get(column), list) for column in ("messages", "prompt", "chosen"))
+    if talks and tokenizer.chat_template is None:
+        raise ValueError(
+            "the rows are conversations, and the tokenizer of --model has no chat template: give --chat_template_path "
+            "FILE.jinja"
+        )
     if not pairs and training.assistant_only_loss is None:
         training.assistant_only_loss = "messages" in columns
     if training.eval_strategy == "no":

@@ -15,8 +15,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: an option or the data is wrong, or a package is missing.
     """
-    for package in ("accelerate", "datasets", "trl"):
-        need(package, "`protrain train`", extra="train")
+    need("trl", "`protrain train`", extra="train")
     from protrain.cli.train import parse, train
 
     warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other

@@ -27,6 +27,7 @@ from protrain.common import batch as batches
 from protrain.common.errors import PlanError, warn_user
 from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
+from protrain.forward.compilation import replace_attributes
 from protrain.integrations.accelerate import (
     first_dtype,
     leave_model,
@@ -215,24 +216,20 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
             ValueError: the Trainer calls its own loss as the model's forward, so the arguments are none of the model.
         """
         forward = whole.forward
-        # Also a teacher may generate what is trained on.
-        generating = {
-            each: vars(each).get("generate")
-            for each in (self.model, *vars(self).values())
-            if isinstance(each, nn.Module) and hasattr(each, "generate")
-        }
+        modules = [each for each in (self.model, *vars(self).values()) if isinstance(each, nn.Module)]
+        generating = [each for each in modules if hasattr(each, "generate")]  # also a teacher
+        put_back = replace_attributes(
+            [(whole, "forward", forward), *((each, "generate", partial(generate_longest, each)) for each in generating)]
+        )
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _Called(args, kwargs)
 
         hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-        for each in generating:
-            vars(each)["generate"] = partial(generate_longest, each)
         try:
             self.training_step(self.model, batch, None)
         except _Called as called:
             if whole.forward != forward:
-                whole.forward = forward
                 raise ValueError(
                     f"{type(self).__name__} calls its loss in place of the model's forward, so the largest batch is "
                     'not known: pass protrain={"example_batch": batch}, arguments of the model itself that are as long '
@@ -241,10 +238,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
             return batches.of_call(whole, *called.args)
         finally:
             hook.remove()
-            for each, own in generating.items():
-                del vars(each)["generate"]
-                if own is not None:
-                    each.generate = own
+            put_back()
         return None
 
     def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:

@@ -8,11 +8,11 @@ any hook.
 
 [Note: uses outside blocks] A model may use weights outside the calls of the blocks that own them. The trace finds such
 uses and fills these weights, too. ``Uses`` watches the operations that take parameters, and so finds which unit uses
-which parameter. ``InnerBackwards`` fills the weights for a backward that the model runs inside its own forward
-(torch.autograd.grad). Such a backward belongs to the segment that it runs in. The weights of a block are on the device
-while the inner backward goes through that block. With ``create_graph=True`` the graph of the gradients holds the
-weights until the backward of the step. Then they stay filled and count as activations, because the engine copies
-weights that lie in chunk buffers (``protrain.engine.activations.saved.Frame.tensor_of``).
+which parameter. A model may also run a backward inside its own forward (torch.autograd.grad), which belongs to the
+segment that it runs in. The weights of a block that it goes through are then filled, and stay so until the trace ends.
+With ``create_graph=True`` the graph of the gradients holds the weights until the backward of the step. Then they count
+as activations, because the engine copies weights that lie in chunk buffers
+(``protrain.engine.activations.saved.Frame.tensor_of``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from traceback import walk_tb
 from types import TracebackType
@@ -308,48 +308,3 @@ class Uses(TorchFunctionMode):
                 self._used(index)
         # Autograd counts no in-place changes of .data. A detached tensor shares the parameter's count of them.
         return args[0].detach() if func == _DATA.__get__ else func(*args, **kwargs)
-
-
-class InnerBackwards:
-    """Fills the weights of blocks that an inner backward goes through, and empties them afterwards.
-
-    Args:
-        blocks: for each block, the indexes of its parameters.
-        outer: indexes of the parameters of other units, which stay filled throughout.
-        weights: the stand-ins of all parameters.
-    """
-
-    def __init__(self, blocks: Mapping[str, Sequence[int]], outer: Set[int], weights: StandInWeights) -> None:
-        self.filled_block: str | None = None  # the block whose weights are filled for an inner backward
-        self._blocks = blocks
-        self._outer = outer
-        self._weights = weights
-
-    def reached(self, unit: str, active: Iterable[str], *, lasting: bool) -> None:
-        """Fill the weights of ``unit`` for an inner backward. Its forward is over; its graph keeps them if ``lasting``.
-
-        Raises:
-            ValueError: one of the units ``active`` is a block, whose recomputation would not have that graph.
-        """
-        if unit not in self._blocks:
-            return
-        calling = next((path for path in active if path in self._blocks), None)
-        if calling is not None:
-            raise ValueError(
-                f"the forward of {calling} computes gradients through {unit}, which does not work where the block is "
-                "recomputed: call torch.autograd.grad in the module that calls the blocks, or only for what the block "
-                "itself computes"
-            )
-        if lasting:
-            self._weights.hold({*self._blocks[unit], *self._outer})
-        else:
-            if unit != self.filled_block:
-                self.empty_block()
-            self.filled_block = unit
-            self._weights.fill(self._blocks[unit])
-
-    def empty_block(self) -> None:
-        """Empty the weights that the last inner backward filled."""
-        if self.filled_block is not None:
-            self._weights.empty(self._blocks[self.filled_block])
-            self.filled_block = None

@@ -41,7 +41,7 @@ from protrain.profiler.failed_step import explain
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.operations import storages_in
-from protrain.profiler.stand_in_weights import InnerBackwards, StandInWeights, Uses
+from protrain.profiler.stand_in_weights import StandInWeights, Uses
 from protrain.profiler.step_times import Call, Segment, StepState, time_stamp
 
 
@@ -88,7 +88,7 @@ class TracedStep:
         self._measure = measure
         self._show = show
         self._outside_blocks = {index for unit, indexes in owned.items() if unit not in modules for index in indexes}
-        self._inner = InnerBackwards({path: owned[path] for path in modules}, self._outside_blocks, weights)
+        self._reached: set[str] = set()  # units that a backward inside the forward has come to
         self._constants = weights.storages()  # they are no outputs, even where the model returns them
         self.output_bytes = 0  # of the tensors that the model returned and was not given
         self._inputs = BlockInputs()
@@ -180,7 +180,6 @@ class TracedStep:
         self._segment_gradients.clear()
         if self._open.block is not None:
             self._weights.empty(self._owned[self._open.block])
-        self._inner.empty_block()
         self._open = self._open_call = None
 
     # -- hooks
@@ -296,9 +295,8 @@ class TracedStep:
     def _recomputed(self, call: Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._in_forward:
-                filled = (*self._active, self._inner.filled_block)
-                if torch._C._current_graph_task_id() != -1 and call.unit not in filled:
-                    self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
+                if torch._C._current_graph_task_id() != -1 and call.unit not in {*self._active, *self._reached}:
+                    self._reach(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
             # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor
             if call is not self._open_call:
@@ -354,13 +352,31 @@ class TracedStep:
 
         def run(_: Any) -> None:
             if self._nested:
-                self._reached(unit, lasting=torch.is_grad_enabled())
+                self._reach(unit, lasting=torch.is_grad_enabled())
 
         operation.register_prehook(run)
 
-    def _reached(self, unit: str, *, lasting: bool) -> None:
+    def _reach(self, unit: str, *, lasting: bool) -> None:
+        """Fill the weights of ``unit`` for an inner backward. Its forward is over; its graph keeps them if ``lasting``.
+
+        Raises:
+            ValueError: a block runs this backward, whose recomputation would not have that graph.
+        """
+        self._reached.add(unit)
         self.within.setdefault(unit, set()).update(self._active)
-        self._inner.reached(unit, self._active, lasting=lasting)
+        if unit not in self._modules:
+            return
+        calling = next((path for path in self._active if path in self._modules), None)
+        if calling is not None:
+            raise ValueError(
+                f"the forward of {calling} computes gradients through {unit}, which does not work where the block is "
+                "recomputed: call torch.autograd.grad in the module that calls the blocks, or only for what the block "
+                "itself computes"
+            )
+        if lasting:
+            self._weights.hold({*self._owned[unit], *self._outside_blocks})
+        else:
+            self._weights.keep(self._owned[unit])
         if unit in self.blocks and self._open:  # its inputs come back, if they are offloaded
             self._open.peak_bytes = max(self._open.peak_bytes, sum(self.blocks[unit].inputs.values()))
 

@@ -168,7 +168,6 @@ def test_a_cache_that_cannot_be_written_is_named(
     assert len(lines) == 1, err
     assert lines[0].startswith(f"RuntimeWarning: {tmp_path}/file/cache cannot be written")
     assert "let PROTRAIN_CACHE name a folder that can be" in lines[0]
-    assert "the profile was not kept" in err
 
 
 @pytest.mark.slow

@@ -96,6 +96,7 @@ def folder(tmp_path: Path) -> Path:
     ("change", "words"),
     [
         ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*hidden_size"),
+        ({"hidden_size": 17, "num_attention_heads": 2}, "The hidden size .17. is not a multiple"),
         ({"hidden_size": -16}, "RuntimeError: .*negative dimension"),
         ({"num_attention_heads": 0}, "ZeroDivisionError: "),
         ({"dtype": "float99"}, "AttributeError: .*float99"),

@@ -300,7 +300,7 @@ def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[s
 def test_logits_are_counted_where_the_loss_holds_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], llama_folder: Callable[..., Path]
 ) -> None:
-    model, plans = str(llama_folder(vocab_size=8192, max_position_embeddings=512)), []
+    model, plans = str(llama_folder(words=8192, max_position_embeddings=512)), []
     for options, loss in (([], "chunked loss"), (["--no-chunked-loss"], "whole logits")):
         out = tmp_path / "plan.json"
         argv = ["plan", model, "--hardware", "rtx3090", "--batch", "4", "--sequence", "512", *options]
@@ -353,6 +353,7 @@ def test_a_picture_of_a_step_is_drawn(more: list[str], tmp_path: Path, capsys: p
         (["--picture", "step.docx"], "--picture: step.docx must end in one of"),
         (["--max-model", "--picture", "step.png"], "--picture goes with a plan or --frontier"),
         (["--max-model", "--frontier"], "not allowed with argument"),
+        (["--step-during-backward", "--dtype", "float16"], "does not work with float16, as `wrap` says: use --dtype"),
     ],
 )
 def test_a_bad_picture_or_mode_is_refused(

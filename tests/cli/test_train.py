@@ -264,10 +264,12 @@ def test_users_words_are_not_trained_on_by_mistake(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(workplace / "model", tmp_path / "model")
+    data = workplace / "chats.jsonl"
+    (tmp_path / "model/chat_template.jinja").unlink()
+    assert "has no chat template: give" in refusal(capsys, run(tmp_path, tmp_path / "run", data=data))
     unmarked = TEMPLATE.replace("ANSWER", "{{ m.content }}<end>")
     (tmp_path / "model/chat_template.jinja").write_text(unmarked)
     (tmp_path / "marked.jinja").write_text(TEMPLATE.replace("ANSWER", ANSWER))
-    data = workplace / "chats.jsonl"
     said = refusal(capsys, run(tmp_path, tmp_path / "run", data=data))
     assert "{% generation %}" in said
     assert "--assistant_only_loss false" in said

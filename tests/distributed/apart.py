@@ -54,10 +54,6 @@ class Group:
         path = self._printed[rank]
         return path.read_text().replace(f"[rank{rank}]: ", "") if path.exists() else ""
 
-    def wait_for(self, text: str, *, rank: int) -> None:
-        """Wait until ``rank`` has printed ``text``."""
-        self.wait_until(lambda: text in self.text(rank))
-
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """Wait until ``reached`` says so, while all ranks run."""
         end = monotonic() + LIMIT_S

@@ -13,7 +13,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Client, Listener, wait
+from multiprocessing.connection import Client, Listener
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any
@@ -35,6 +35,15 @@ class RankError(Exception):
     def __init__(self, by_rank: list[str | None]) -> None:
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text is not None))
         self.by_rank = by_rank
+
+
+def _answer(pipe: Any, end: float) -> tuple[bool, Any] | None:
+    """Whether a function has returned, and its value or its error. None: it has not until ``end``."""
+    try:
+        answer: tuple[bool, Any] | None = pickle.loads(pipe.recv_bytes()) if pipe.poll(end - monotonic()) else None
+    except EOFError:
+        answer = False, "the process died"
+    return answer
 
 
 class Pool:
@@ -61,20 +70,8 @@ class Pool:
         """``function(rank, *args)`` on every rank. Returns what each returned. RankError if any raised or hangs."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
-        found: list[tuple[bool, Any] | None] = [None] * len(self._pipes)
         end = monotonic() + LIMIT_S
-        while any(answer is None for answer in found):
-            ready = wait(
-                [pipe for pipe, answer in zip(self._pipes, found, strict=True) if answer is None], end - monotonic()
-            )
-            if not ready:
-                break
-            for rank, pipe in enumerate(self._pipes):
-                if pipe in ready:
-                    try:
-                        found[rank] = pickle.loads(pipe.recv_bytes())
-                    except EOFError:
-                        found[rank] = (False, "the process died")
+        found = [_answer(pipe, end) for pipe in self._pipes]
         for process, answer in zip(self._processes, found, strict=True):
             if answer is None:
                 process.send(signal.SIGUSR1)  # it writes to stderr where its threads are
@@ -98,6 +95,24 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     if pool is None or not pool.is_alive:
         pool = _pools[size] = Pool(size)
     return pool.run(function, *args)
+
+
+def error_of(does: Callable[..., object], *args: Any) -> str:
+    """The error that ``does(*args)`` raises, with its type, or nothing."""
+    try:
+        does(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _error_on(rank: int, function: Callable[..., object], *args: Any) -> str:
+    return error_of(function, rank, *args)
+
+
+def errors_on(size: int, function: Callable[..., object], *args: Any) -> list[str]:
+    """The error that ``function(rank, *args)`` raises on each of ``size`` ranks, with its type, or nothing."""
+    return on_ranks(size, _error_on, function, *args)
 
 
 def import_in_pools(*names: str) -> None:

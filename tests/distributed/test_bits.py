@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,19 @@ import torch
 from torch import nn
 
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import Outcome, Training, on_rank, plain, set_dropout
+from tests.distributed.training import set_dropout, train_under
 from tests.engine import residual
-from tests.engine.harness import Spec, adamw, assert_same, default_loss, seeded, wrap_under
-from tests.tiny_models import VOCABULARY, config_of
+from tests.engine.harness import (
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    seeded,
+    wrap_under,
+)
+from tests.tiny_models import VOCABULARY, tiny
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 WIDTH, SEQUENCE = 24, 16
 SPECS = (
@@ -28,28 +36,24 @@ SPECS = (
 )
 
 
-def make(family: str) -> nn.Module:
-    with seeded():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(family))
-    return model
-
-
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCABULARY, (count, 2, SEQUENCE), generator=generator)
     return [{"input_ids": each, "labels": each} for each in ids]
 
 
-def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> None:
+def check(size: int, specs: Sequence[Spec] = SPECS, *, steps: int = 4, per_rank: int = 1, **how: Any) -> None:
     """Losses, norms and states on ``size`` ranks, under all ``specs``, are those of the plain loop."""
-    expected, count = plain(training, size), size * training.accumulate
-    assert len({loss for step in expected.steps for loss in step[:count]}) > 1, "the plain loop does not train"
-    by_rank: list[list[Outcome]] = on_ranks(size, on_rank, size, training, specs)
-    for rank, outcomes in enumerate(by_rank):
-        for spec, outcome in zip(specs, outcomes, strict=True):
+    how["micro_batches"] = count = size * per_rank
+    factor = 1.0 / size if how.get("reduction") == "mean" else 1.0  # a power of two, by which nothing is rounded
+    ((expected, final),) = train_under(0, 1, ["plain"], steps, {**how, "factor": factor})
+    expected = [[*(loss / factor for loss in step[:count]), *step[count:]] for step in expected]
+    assert len({loss for step in expected for loss in step[:count]}) > 1, "the plain loop does not train"
+    for rank, of_rank in enumerate(on_ranks(size, train_under, size, specs, steps, how)):
+        for spec, (found, left) in zip(specs, of_rank, strict=True):
             where = f"rank {rank} under {spec}"
-            assert outcome.steps == [[*step[rank:count:size], *step[count:]] for step in expected.steps], where
-            assert_same(outcome.states, expected.states, where=where)
+            assert found == [[*step[rank:count:size], *step[count:]] for step in expected], where
+            assert_same(left, final, where=where)
 
 
 # -- ranks that do not run the same units ------------------------------------------------------------------------------
@@ -97,46 +101,41 @@ def batches_of_units(count: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-LLAMA_OF = functools.partial(Training, functools.partial(make, "llama"), batches, steps=3)
-UNITS_OF = functools.partial(Training, reduction="sum", steps=4)
-CASES: dict[str, tuple[int, Training, tuple[Spec, ...]]] = {
-    "gpt2": (2, Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", steps=4), SPECS[::3]),
-    "mistral": (
-        3,
-        Training(functools.partial(make, "mistral"), batches, dtype="bfloat16", reduction="sum", steps=4),
-        SPECS[2:4],
-    ),
-    "opt": (
+def of_family(family: str, **how: Any) -> dict[str, Any]:
+    return {"make": partial(tiny, family), "batches": batches, **how}
+
+
+def of_units(**how: Any) -> dict[str, Any]:
+    return {"make": make_units, "batches": batches_of_units, **how}
+
+
+CASES: dict[str, tuple[int, Sequence[Spec], dict[str, Any]]] = {
+    "gpt2": (2, SPECS[::3], of_family("gpt2", dtype="bfloat16", reduction="mean")),
+    "mistral": (3, SPECS[2:4], of_family("mistral", dtype="bfloat16")),
+    "opt": (2, SPECS[4:], of_family("opt", dtype="float16")),
+    "several backwards under no_sync": (
         2,
-        Training(functools.partial(make, "opt"), batches, dtype="float16", reduction="sum", steps=4),
-        SPECS[4:],
+        SPECS[::4],
+        of_family("llama", dtype="bfloat16", reduction="mean", per_rank=3, no_sync=True),
     ),
-    "several backwards under no_sync": (2, LLAMA_OF(dtype="bfloat16", accumulate=3, no_sync=True), SPECS[::4]),
-    "several backwards": (3, LLAMA_OF(reduction="sum", accumulate=2), SPECS[1::2]),
+    "several backwards": (3, SPECS[1::2], of_family("llama", per_rank=2)),
     "updates inside backward": (
         3,
-        LLAMA_OF(reduction="sum", accumulate=2, no_sync=True, inside=True, max_norm=None),
         SPECS[2:3],
+        of_family("llama", per_rank=2, no_sync=True, inside=True, max_norm=None),
     ),
-    "a chunked loss": (2, LLAMA_OF(dtype="bfloat16", chunked=True), SPECS[3:4]),
-    "a unit in the second backward alone": (
-        2,
-        UNITS_OF(make_units, batches_of_units, dtype="bfloat16", accumulate=2),
-        SPECS[::2],
-    ),
-    "units that some ranks skip": (3, UNITS_OF(make_units, batches_of_units), SPECS[1:3]),
-    "frozen units": (
-        2,
-        UNITS_OF(functools.partial(make_units, freeze=True), batches_of_units, dtype="float16", accumulate=2),
-        SPECS[:1],
-    ),
+    "a chunked loss": (2, SPECS[3:4], of_family("llama", dtype="bfloat16", reduction="mean", chunked=True)),
+    "a unit in the second backward alone": (2, SPECS[::2], of_units(dtype="bfloat16", per_rank=2)),
+    "units that some ranks skip": (3, SPECS[1:3], of_units()),
+    "frozen units": (2, SPECS[:1], of_units(make=partial(make_units, freeze=True), dtype="float16", per_rank=2)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_of_the_plain_loop(name: str) -> None:
-    check(*CASES[name])
+    size, specs, how = CASES[name]
+    check(size, specs, **how)
 
 
 def peak_on_rank(rank: int) -> tuple[int, int]:
@@ -171,4 +170,4 @@ def test_chunks_that_are_updated_inside_backward_share_memory_for_their_gradient
 def test_several_gpus(size: int, family: str, dtype: str) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    check(size, Training(functools.partial(make, family), batches, dtype=dtype, device="cuda", steps=10))
+    check(size, steps=10, **of_family(family, dtype=dtype, reduction="mean", device="cuda"))

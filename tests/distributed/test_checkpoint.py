@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +20,8 @@ from torch import nn
 
 import protrain
 from protrain.checkpoint.manifest import list_saves, read_manifest, write_manifest
-from tests.distributed.pool import on_ranks
-from tests.distributed.saves import (
-    FIRST,
-    FOURTH,
-    SECOND,
-    THIRD,
-    Run,
-    fail_to_load,
-    go_on,
-    load_randoms,
-    save_randoms,
-)
-from tests.distributed.training import step
+from tests.distributed.pool import error_of, on_ranks
+from tests.distributed.training import FIRST, FOURTH, SECOND, THIRD, Run, Training, go_on, step
 from tests.engine.harness import assert_same
 
 
@@ -45,30 +36,44 @@ def test_a_save_of_any_number_of_ranks_loads_on_any_other(
     """Four ranks save; one loads and saves that; and another number goes on from one of both with the same bits."""
     of_four, of_one = str(tmp_path / "4"), str(tmp_path / "1")
     begun = Run(FIRST, dtype, moments, save=of_four, before=range(2), after=range(2, 3))
-    expected = on_ranks(4, go_on, 4, begun)
-    assert_same(expected[3].saved, expected[0].saved, where="another rank")
-    saved, final = expected[0].saved, expected[0].final
+    (saved, final), *_, (other, _) = on_ranks(4, go_on, 4, begun)
+    assert_same(other, saved, where="another rank")
     assert not torch.equal(saved["exp_avg.blocks.1.first.weight"], final["exp_avg.blocks.1.first.weight"])
 
     goes_on = replace(begun, load=of_four, save=None, before=range(0))
     once = go_on(0, 1, replace(goes_on, spec=SECOND, save=of_one))
-    assert_same(once.saved, saved, where="four ranks to one")
-    assert_same(once.final, final, where="four ranks to one, and on")
+    assert_same(once[0], saved, where="four ranks to one")
+    assert_same(once[1], final, where="four ranks to one, and on")
     run = {
         2: replace(goes_on, spec=THIRD),
         3: replace(goes_on, spec=FOURTH, after=range(0)),  # three ranks have fewer micro-batches a step
         4: replace(goes_on, spec=FOURTH, load=of_one),
     }[next_size]
-    for outcome in on_ranks(next_size, go_on, next_size, run):
-        assert_same(outcome.saved, saved, where=f"{run.load} to {next_size} ranks")
+    for loaded, trained in on_ranks(next_size, go_on, next_size, run):
+        assert_same(loaded, saved, where=f"{run.load} to {next_size} ranks")
         if run.after:
-            assert_same(outcome.final, final, where=f"{run.load} to {next_size} ranks, and on")
+            assert_same(trained, final, where=f"{run.load} to {next_size} ranks, and on")
 
 
-def test_a_save_loads_into_a_training_that_its_first_call_will_plan(tmp_path: Path) -> None:
-    begun = go_on(0, 1, Run(THIRD, save=str(tmp_path), before=range(1), after=range(1, 2)))
-    for outcome in on_ranks(2, go_on, 2, Run(None, load=str(tmp_path), before=range(1, 2))):
-        assert_same(outcome.final, begun.final)
+def save_randoms(rank: int, size: int, folder: str) -> list[float]:
+    """Save in the middle of random numbers that differ by rank. Returns those that follow."""
+    training = Training(rank, size, THIRD)
+    training.model.get_buffer("mark").fill_(rank + 5.0)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    training.save(folder, extra={"rank": rank})
+    return [torch.rand(()).item(), random.random()]
+
+
+def load_randoms(rank: int, size: int, folder: str) -> tuple[list[float], float, Any, list[str]]:
+    """The next random numbers after a load, the buffer and ``extra`` of the save, and all warnings."""
+    training = Training(rank, size, THIRD)
+    torch.manual_seed(99)
+    random.seed(99)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        extra = training.load(folder)
+    texts = [str(warning.message) for warning in warned]
+    return [torch.rand(()).item(), random.random()], float(training.model.get_buffer("mark")[0]), extra, texts
 
 
 def test_each_rank_has_its_random_states_again_and_the_rest_of_rank_0(tmp_path: Path) -> None:
@@ -82,6 +87,17 @@ def test_each_rank_has_its_random_states_again_and_the_rest_of_rank_0(tmp_path: 
     assert [texts for *_, texts in found[:2]] == [[], []]
     assert "was made by 2 processes, so it has no random states of rank 2, which keeps its own" in found[2][3][0]
     assert [(mark, extra) for _, mark, extra, _ in found] == [(5.0, {"rank": 0})] * 3
+
+
+def fail_to_load(rank: int, size: int, folders: list[str]) -> list[tuple[str, bool]]:
+    """The errors of loading ``folders``, and whether the training had all its states afterwards."""
+    training = Training(rank, size, SECOND)
+    training.train(range(2))
+    before, found = training.states(), []
+    for folder in folders:
+        error, now = error_of(training.load, folder), training.states()
+        found.append((error, all(torch.equal(now[name], before[name]) for name in before)))
+    return found
 
 
 @pytest.mark.slow

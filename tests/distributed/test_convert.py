@@ -18,7 +18,7 @@ from protrain.checkpoint.manifest import find_save
 from protrain.cli.main import main
 from tests.checkpoints import make_counting
 from tests.distributed.pool import on_ranks
-from tests.distributed.saves import FIRST, SECOND, THIRD, Outcome, Run, go_on, make
+from tests.distributed.training import FIRST, SECOND, THIRD, Run, go_on, make
 from tests.engine.harness import assert_same
 
 Saved: TypeAlias = tuple[str, Path, dict[str, Tensor]]
@@ -32,8 +32,8 @@ def saved(
     """The type of a training, a checkpoint that three ranks have saved, and the states that it has."""
     folder = tmp_path_factory.mktemp(request.param)
     run = Run(FIRST, request.param, save=str(folder), before=range(2))
-    outcomes: list[Outcome] = on_ranks(3, go_on, 3, run)
-    return request.param, folder, outcomes[0].saved
+    (states, _), *_ = on_ranks(3, go_on, 3, run)
+    return request.param, folder, states
 
 
 def _load(folder: Path, state: dict[str, Any]) -> None:
@@ -75,17 +75,18 @@ def test_converted_back_it_goes_on_with_the_same_bits(
     assert main(["convert", str(folder), str(tmp_path / "dcp")]) == 0
     assert main(["convert", str(tmp_path / "dcp"), str(back)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "dcp"), str(back / "00001-step-2")]
-    final = go_on(0, 1, Run(THIRD, dtype, load=str(folder), after=range(2, 4))).final
-    for outcome in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4))):
-        assert_same(outcome.saved, expected)
-        assert_same(outcome.final, final)
+    final = go_on(0, 1, Run(THIRD, dtype, load=str(folder), after=range(2, 4)))[1]
+    for loaded, trained in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4))):
+        assert_same(loaded, expected)
+        assert_same(trained, final)
 
 
 def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:
     model: Any
     other: Any
     model, optimizer = make_counting()
-    states = [{"seen": torch.arange(5), 3: ("a", b"b")}, [torch.zeros(0), 1.5]]
+    scale = torch.tensor([float("nan"), -0.0, 3.0]).to(torch.bfloat16)
+    states = [{"seen": torch.arange(5), "scale": scale, 3: ("a", b"b", None, True)}, [torch.tensor(2**40), 1.5]]
     model[0].state, model[1][0].state = states
     protrain.save_checkpoint(tmp_path / "save", model, optimizer, extra={"epoch": 3})
     convert(tmp_path / "save", tmp_path / "dcp")
@@ -98,7 +99,9 @@ def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name
     assert torch.equal(other[0].state["seen"], torch.arange(5))
-    assert other[0].state[3] == ("a", b"b")
+    assert other[0].state["scale"].view(torch.int16).equal(scale.view(torch.int16))
+    assert other[0].state[3] == ("a", b"b", None, True)
+    assert other[1][0].state == states[1]
 
 
 def test_what_is_no_checkpoint_or_damaged_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from torch import nn
 
 import protrain
 from tests.distributed.apart import Group
-from tests.distributed.test_bits import batches, make
-from tests.distributed.training import Training, on_rank
+from tests.distributed.test_bits import batches
+from tests.distributed.training import train_under
 from tests.engine.harness import Spec
+from tests.tiny_models import tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,8 +38,8 @@ def _say_where() -> None:
 def _offload(rank: int, size: int) -> None:
     """Chunks are uploaded and updated by threads of the engine, on the host and on the GPU."""
     specs = (Spec("none", "least", "in", speculate=True), Spec("none", "least", "c", stream=True))
-    made = partial(make, "llama")
-    on_rank(rank, size, Training(made, batches, dtype="bfloat16", device="cuda", steps=4), specs)
+    how = {"make": partial(tiny, "llama"), "batches": batches, "micro_batches": size, "reduction": "mean"}
+    train_under(rank, size, specs, 4, {**how, "dtype": "bfloat16", "device": "cuda"})
     _say_where()
 
 

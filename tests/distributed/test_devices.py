@@ -6,7 +6,6 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.cli.main import main
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.hardware.detection import detect
-from tests.distributed.pool import on_ranks
-from tests.distributed.test_out_of_step import error_of, quick
+from tests.distributed.pool import errors_on
+from tests.distributed.test_out_of_step import quick
 
 X = torch.ones(2, 8)
 
@@ -129,25 +127,16 @@ def test_a_gpu_that_does_not_exist(use: Callable[[str], object]) -> None:
         use("cuda:9")
 
 
-def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with machine(visible=2, environment={}):
-        assert main(["calibrate", "--device", "cuda:9"]) == 2
-    assert "device='cuda:9', but this process sees 2 GPUs" in capsys.readouterr().err
-
-
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def error_with_gpus(
+def wrap_with_gpus(
     rank: int, device: str | None, visible: int, uuids: Sequence[Sequence[str]], local_ranks: Sequence[int]
-) -> str:
-    """The error of wrap where each rank sees GPUs with its ``uuids``."""
+) -> None:
+    """Each rank sees GPUs with its ``uuids``."""
     environment = {"WORLD_SIZE": "2", "LOCAL_RANK": str(local_ranks[rank]), "CUDA_VISIBLE_DEVICES": "0,1"}
     with quick(), machine(visible=visible, uuids=uuids[rank], environment=environment):
-        return error_of(lambda: wrap(device))
+        wrap(device)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +150,7 @@ def error_with_gpus(
 def test_two_ranks_on_one_gpu_are_refused_on_both(
     device: str | None, visible: int, uuids: Sequence[Sequence[str]]
 ) -> None:
-    for error in on_ranks(2, error_with_gpus, device, visible, uuids, (0, 1)):
+    for error in errors_on(2, wrap_with_gpus, device, visible, uuids, (0, 1)):
         assert error.startswith(
             f"ValueError: ranks 0 and 1 are on the same GPU, GPU-b of {socket.gethostname()}, and each needs its own: "
         )
@@ -169,7 +158,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_both(
 
 def test_more_processes_than_gpus_are_refused() -> None:
     gpus = ("a", "b")
-    other, mine = on_ranks(2, error_with_gpus, None, 2, (gpus, gpus), (0, 2))
+    other, mine = errors_on(2, wrap_with_gpus, None, 2, (gpus, gpus), (0, 2))
     assert mine.startswith(
         "ValueError: LOCAL_RANK is 2, but this process sees 2 GPUs (CUDA_VISIBLE_DEVICES is '0,1'): "
     )

@@ -15,21 +15,18 @@ import protrain.checkpoint.export as exporting
 from protrain.cli import trained
 from protrain.cli.main import main
 from tests.distributed.pool import import_in_pools, on_ranks
-from tests.distributed.test_bits import SPECS, batches, make
-from tests.distributed.training import step
-from tests.engine.harness import adamw, assert_same, wrap_under
+from tests.distributed.test_bits import SPECS, of_family
+from tests.distributed.training import Training, step
+from tests.engine.harness import assert_same
+from tests.tiny_models import tiny
 
 FILE_BYTES = 20_000  # so that the small model makes several files
 
 
 def _trained(rank: int, size: int) -> tuple[Any, Any]:
-    model = make("llama")
-    own = batches(2 * size)[rank::size]
-    how: dict[str, Any] = {"dtype": torch.bfloat16, "world_size": size, "gradient_reduction": "sum"}
-    model, optimizer = wrap_under(SPECS[2], model, adamw(model), own[0], **how)
-    for batch in own:
-        step(model, optimizer, batch)
-    return model, optimizer
+    training = Training(rank, size, SPECS[2], **of_family("llama", dtype="bfloat16", micro_batches=size))
+    training.train(range(2))
+    return training.model, training.optimizer
 
 
 def export_and_save(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -66,7 +63,7 @@ def test_from_pretrained_reads_what_ranks_have_exported_or_saved(
     (tmp_path / "file").touch()
     found = on_ranks(3, export_and_save, 3, str(tmp_path))
     weights = found[0][0]
-    assert not torch.equal(weights["lm_head.weight"], make("llama").state_dict()["lm_head.weight"].bfloat16())
+    assert not torch.equal(weights["lm_head.weight"], tiny("llama").state_dict()["lm_head.weight"].bfloat16())
     for _, errors in found:
         assert [error.partition(":")[0] for error in errors] == ["ValueError", "NotADirectoryError"]
         assert "exported is not empty: give a folder of its own" in errors[0]
@@ -75,8 +72,7 @@ def test_from_pretrained_reads_what_ranks_have_exported_or_saved(
     assert len(files) > 3
     assert all((exported / name).stat().st_size < 2 * FILE_BYTES for name in files)
 
-    source: Any = make("llama")
-    source.save_pretrained(tmp_path / "source")
+    tiny("llama").save_pretrained(tmp_path / "source")
     arguments = ["export", str(tmp_path / "checkpoints"), str(tmp_path / "again")]
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
@@ -114,8 +110,6 @@ def test_the_full_state_is_on_the_first_rank_alone() -> None:
 
 peft = pytest.importorskip("peft")
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-
 
 def wrapped(folder: str, ids: torch.Tensor) -> tuple[Any, Any]:
     config = transformers.AutoConfig.from_pretrained(f"{folder}/source")
@@ -143,15 +137,14 @@ def train(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_write_an_adapter_that_peft_merges(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "source")
+    tiny("llama").save_pretrained(tmp_path / "source")
     import_in_pools("peft")
     on_ranks(2, train, str(tmp_path))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     before = {name: value.clone() for name, value in base.state_dict().items()}
     merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
     changed = [name for name, value in merged.items() if not torch.equal(before[name], value)]
-    assert len(changed) == 2 * 7, "every linear layer of both blocks is trained"
+    assert len(changed) == 3 * 7, "every linear layer of all blocks is trained"
 
     model, optimizer = wrapped(str(tmp_path), torch.arange(16).view(2, 8))
     with pytest.raises(protrain.CheckpointError, match="holds an adapter and not the weights of 'source'"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from protrain.checkpoint.manifest import list_saves, read_manifest
 from tests.distributed.apart import Group
-from tests.distributed.saves import FIRST, SECOND, THIRD, Training
+from tests.distributed.training import FIRST, SECOND, THIRD, Training
 from tests.engine.harness import assert_same
 from tests.engine.profiles import share_profiles
 

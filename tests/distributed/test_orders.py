@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import protrain
 from tests.distributed.apart import Group
-from tests.distributed.test_out_of_step import error_of
+from tests.distributed.pool import error_of
 from tests.distributed.training import step
 from tests.engine import residual
 from tests.engine.harness import adamw
@@ -35,11 +34,6 @@ def with_ddp(model: nn.Module) -> nn.Module:
 def its_ddp(model: nn.Module) -> nn.Module:
     around: nn.Module = vars(model)["around"]
     return around
-
-
-def in_full_parameters(model: nn.Module) -> nn.Module:
-    with protrain.full_parameters(model):
-        return DistributedDataParallel(model)
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -72,7 +66,6 @@ ORDERS = {
     "no group": Order("MASTER_ADDR is missing", group="never"),
     "group afterwards": Order(ALONE, group="after wrap"),
     "ddp afterwards": Order(ALONE, after=in_ddp, group="after wrap"),
-    "ddp in full_parameters": Order(ALONE, after=in_full_parameters, group="after wrap"),
     "sharded afterwards": Order(ALONE, after=sharded, group="after wrap"),
     "ddp first": Order("runs inside DistributedDataParallel", before=with_ddp, after=its_ddp),
     "ddp around it": Order("DistributedDataParallel reads it too: do without that", after=in_ddp),
@@ -108,7 +101,7 @@ def run_all(rank: int, size: int, folder: Path) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     for number, (name, order) in enumerate(ORDERS.items()):
-        error = error_of(partial(run, order, rank, folder / f"store {number}"))
+        error = error_of(run, order, rank, folder / f"store {number}")
         if dist.is_initialized():
             dist.barrier()  # neither leaves while the other one connects
             dist.destroy_process_group()

@@ -66,7 +66,7 @@ def test_views_of_what_was_read_are_read_only_and_end_with_the_step(device: torc
             view[0].zero_()
         with pytest.raises(MisuseError, match=rf"memory of {NAME} cannot be read .*untyped_storage"):
             parameter.untyped_storage()
-        late = (parameter * 2).sum()
+        late = parameter.square().sum()
         (default_loss(model, batches()[0]) + parameter.square().sum()).backward()
         optimizer.step()
         with pytest.raises(MisuseError, match=rf"a use of a copy of {NAME}, which optimizer.step\(\)"):

@@ -78,17 +78,13 @@ def test_collectives_of_shipped_profiles_are_measured_or_follow_from_datasheets(
         assert profile.known("network_gbps") == "composed"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100D-10C", "NVIDIA L40S-12Q", "NVIDIA GeForce RTX 4090 D"),
-        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 Laptop GPU", "Tesla T4", "NVIDIA H20"),
-        "NVIDIA RTX A1000",
-    ],
-)
+PARTS = ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100D-10C", "NVIDIA L40S-12Q", "NVIDIA GeForce RTX 4090 D"]
+SLOWER = ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA H20", "NVIDIA RTX A1000"]
+
+
+@pytest.mark.parametrize("name", [*PARTS, *SLOWER, "Tesla T4"])
 def test_a_part_of_a_card_or_a_slower_one_has_not_the_rates_of_the_whole(name: str) -> None:
-    assert of_gpu(name) is None
-    assert of_card(name) is None
+    assert of_gpu(name) is of_card(name) is None
 
 
 @pytest.mark.parametrize(
@@ -103,9 +99,7 @@ def test_a_part_of_a_card_or_a_slower_one_has_not_the_rates_of_the_whole(name: s
         ("NVIDIA GeForce RTX 3090 Ti", "rtx3090", 80 / 71, 1008 / 936),
     ],
 )
-def test_cards_of_one_name_have_rates_in_proportion_to_their_datasheets(
-    name: str, shipped: str, computing: float, memory: float
-) -> None:
+def test_cards_of_one_name_have_rates_in_proportion(name: str, shipped: str, computing: float, memory: float) -> None:
     found, base = of_gpu(name), load(shipped)
     assert found is not None
     assert found.matmul_tflops == pytest.approx(base.matmul_tflops * computing)
@@ -178,16 +172,12 @@ def test_hosts_are_those_that_people_have_and_leave_room_for_the_system() -> Non
     assert 0 < for_training(2 * GIB, 8) < 2 * GIB
 
 
-@pytest.mark.parametrize("name", ["3090", "RTX 3090", "rtx-3090", "NVIDIA GeForce RTX 3090", "GeForce RTX3090"])
-def test_a_card_is_found_by_the_names_that_people_write(name: str) -> None:
-    assert load(name) == load("rtx3090")
+def test_a_card_is_found_by_the_names_that_people_and_drivers_write() -> None:
+    for name in ("3090", "RTX 3090", "rtx-3090", "NVIDIA GeForce RTX 3090", "GeForce RTX3090"):
+        assert load(name) == load("rtx3090")
     assert shipped_name("RTX 3080") is None
-
-
-def test_the_next_card_is_known_by_the_name_of_the_driver() -> None:
-    assert next_card("NVIDIA GeForce RTX 3090") == "rtx4090"
-    assert next_card("NVIDIA H100 80GB HBM3") == "h200"
-    assert next_card("CPU with 2 cores") is None
+    cards = "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3", "CPU with 2 cores"
+    assert [next_card(card) for card in cards] == ["rtx4090", "h200", None]
 
 
 def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
@@ -256,34 +246,26 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return run
 
 
-MEMORY_GROUP = "sys/fs/cgroup/memory/box/memory"
+GROUP, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory/box/memory"  # of version 2, and of version 1
+SAID = {"proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n"}
+NESTED = {
+    "proc/self/cgroup": "0::/outer/inner\n",
+    **{f"{GROUP}/outer/memory.max": str(4 * GIB), f"{GROUP}/outer/memory.current": str(3 * GIB)},
+    f"{GROUP}/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+    **{f"{GROUP}/outer/inner/memory.max": "max\n", f"{GROUP}/outer/inner/memory.current": "7"},
+}
+EARLIER = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
+    **{f"{FIRST}.limit_in_bytes": str(GIB), f"{FIRST}.usage_in_bytes": str(GIB // 4)},
+    f"{FIRST}.stat": "total_inactive_file 0\n",
+}
 
 
 @pytest.mark.parametrize(
     ("files", "available_bytes"),
     [
-        (
-            {
-                "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n",
-                "proc/self/cgroup": "0::/outer/inner\n",
-                "sys/fs/cgroup/outer/memory.max": str(4 * GIB),
-                "sys/fs/cgroup/outer/memory.current": str(3 * GIB),
-                "sys/fs/cgroup/outer/memory.stat": f"anon 5\ninactive_file {GIB}\n",
-                "sys/fs/cgroup/outer/inner/memory.max": "max\n",
-                "sys/fs/cgroup/outer/inner/memory.current": "7",
-            },
-            2 * GIB,
-        ),
-        (
-            {
-                "proc/meminfo": "MemAvailable: 8388608 kB\n",
-                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
-                f"{MEMORY_GROUP}.limit_in_bytes": str(GIB),
-                f"{MEMORY_GROUP}.usage_in_bytes": str(GIB // 4),
-                f"{MEMORY_GROUP}.stat": "total_inactive_file 0\n",
-            },
-            GIB - GIB // 4,
-        ),
+        (SAID | NESTED, 2 * GIB),
+        (SAID | EARLIER, GIB - GIB // 4),
         ({"proc/meminfo": "MemAvailable: 1024 kB\n"}, 1024**2),
         ({}, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     ],
@@ -302,16 +284,18 @@ ALLOWED = usable_cores()
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
-        ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/cpu.max": "250000 100000\n"}, 2.5),
+        ({"proc/self/cgroup": "0::/pod/box\n", f"{GROUP}/pod/cpu.max": "250000 100000\n"}, 2.5),
         ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "50000 100000"}, 1),
         ({"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/cpu.max": "max 100000\n"}, ALLOWED),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "99900000 100000\n"}, ALLOWED),
         (
             {
                 "proc/self/cgroup": "9:memory:/box\n5:cpu,cpuacct:/box\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/memory/box/cpu.cfs_quota_us": "100000\n",
+                **{
+                    f"{GROUP}/cpu/box/cpu.cfs_{name}_us": f"{us}\n"
+                    for name, us in (("quota", 200000), ("period", 100000))
+                },
+                f"{GROUP}/memory/box/cpu.cfs_quota_us": "100000\n",
             },
             2,
         ),

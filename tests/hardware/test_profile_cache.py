@@ -163,12 +163,9 @@ def test_a_home_that_cannot_be_written_costs_nothing_else(tmp_path: Path, monkey
 
 
 def test_the_folder_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_folder() == tmp_path / "protrain"
-    for switch in ("0", "1", ""):
-        monkeypatch.setenv("PROTRAIN_CACHE", switch)
-        assert cache_folder() == tmp_path / "protrain"
-    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "mine"))
-    assert cache_folder() == tmp_path / "mine"
+    for named, folder in (("0", "protrain"), ("1", "protrain"), ("", "protrain"), (str(tmp_path / "mine"), "mine")):
+        monkeypatch.setenv("PROTRAIN_CACHE", named)
+        assert cache_folder() == tmp_path / folder
     monkeypatch.delenv("PROTRAIN_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,13 +1,15 @@
-"""States of Adam: random ones, copies where a kernel runs, and whether two have the same bits."""
+"""Random values, states of Adam with copies where a kernel runs, and whether two tensors have the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from protrain_kernels import AdamStates, split
+
+BF16, FP16, FP32 = TYPES = torch.bfloat16, torch.float16, torch.float32
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def states_of(
@@ -38,9 +40,43 @@ def copied(states: AdamStates, device: torch.device | str = "cpu") -> AdamStates
     return AdamStates(*copies)
 
 
-def check(found: AdamStates, expected: AdamStates, same_bits: Callable[..., None]) -> None:
+def check(found: AdamStates, expected: AdamStates) -> None:
     """Both have the same tensors, bit for bit."""
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
-        if ours is not None:
+        if ours is not None and theirs is not None:
             same_bits(ours, theirs)
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Asserts equal bits, so that -0 isn't 0; any NaN equals any other, since machines choose its payload."""
+    found, expected = found.cpu(), expected.cpu()
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    integers = _INTEGERS[found.element_size()]
+    differ = found.view(integers) != expected.view(integers)
+    if found.is_floating_point():
+        differ &= ~(found.isnan() & expected.isnan())
+    where = differ.nonzero().flatten().tolist()
+    assert not where, f"{len(where)} differ, first at {where[0]}: {found[where[0]]} != {expected[where[0]]}"
+
+
+def any_bits(seed: int, count: int) -> torch.Tensor:
+    """fp32 of random bit patterns, with subnormals, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
+    special = [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, -3.4028235e38, torch.inf, -torch.inf, torch.nan]
+    values = bits.view(torch.float32)
+    values[: len(special)] = torch.tensor(special)
+    return values
+
+
+def every_half(dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern of a type of 16 bits."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def boundaries(dtype: torch.dtype) -> torch.Tensor:
+    """fp32 values on and beside every rounding boundary between two positive neighbours of ``dtype``."""
+    halves = every_half(dtype)[1 << 15 :].float()
+    bits = ((halves[:-1] + halves[1:]) / 2).view(torch.int32)
+    return torch.cat([(bits + step).view(torch.float32) for step in (-1, 0, 1)])

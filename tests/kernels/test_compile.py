@@ -58,6 +58,7 @@ def test_defects_are_found() -> None:
 import dataclasses, triton
 from tools.compile_kernels import TARGETS, defects
 from tools.kernel_variants import variants
+from tests.kernels.states import same_bits
 variant = next(variants())
 for target in ("sm_90", "gfx942"):
     source = variant.source(TARGETS[target].backend)

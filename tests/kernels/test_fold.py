@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
 
-from protrain_kernels import (
-    TILE,
-    Slice,
-    fold,
-    fold_reference,
-    in_parts,
-    padded,
-    sum_of_squares_reference,
-    tiles,
-)
+from protrain_kernels import TILE, Slice, fold, fold_reference, in_parts, padded, sum_of_squares_reference, tiles
+from tests.kernels.states import BF16, FP16, FP32, TYPES, any_bits, same_bits
 
 # NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -80,47 +73,29 @@ def _spread(ranks: int, elements: int, dtype: torch.dtype, seed: int = 0) -> tor
     return (values * torch.randint(-9, 9, values.shape, generator=generator).float().exp2()).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "gradient_dtype", "ranks", "accumulate"),
-    [
-        (torch.bfloat16, torch.bfloat16, 1, True),
-        (torch.bfloat16, torch.bfloat16, 4, False),
-        (torch.bfloat16, torch.bfloat16, 16, False),
-        (torch.bfloat16, torch.float16, 3, True),
-        (torch.bfloat16, torch.float32, 5, False),
-        (torch.float16, torch.float16, 2, False),
-        (torch.float16, torch.bfloat16, 3, True),
-        (torch.float16, torch.float32, 3, True),
-        (torch.float32, torch.float32, 1, False),
-        (torch.float32, torch.bfloat16, 2, True),
-        (torch.float32, torch.float16, 2, True),
-    ],
-)
+COMBINATIONS = [
+    *zip(product(TYPES, TYPES), (4, 3, 5, 3, 2, 3, 2, 16, 1), cycle((False, True))),  # types, ranks, accumulate
+    ((BF16, BF16), 1, True),
+    ((BF16, BF16), 16, False),
+]
+
+
+@pytest.mark.parametrize(("dtypes", "ranks", "accumulate"), COMBINATIONS, ids=str)
 def test_same_bits_as_the_reference_and_nothing_else_touched(
-    backend: Any,
-    same_bits: Callable[..., None],
-    dtype: torch.dtype,
-    gradient_dtype: torch.dtype,
-    ranks: int,
-    accumulate: bool,
+    backend: Any, dtypes: tuple[torch.dtype, torch.dtype], ranks: int, accumulate: bool
 ) -> None:
     slices, elements, count = _slices()
-    pieces = _spread(ranks, elements, dtype)
-    gradient = torch.full((elements,), torch.nan, dtype=gradient_dtype)
+    pieces = _spread(ranks, elements, dtypes[0])
+    gradient = torch.full((elements,), torch.nan, dtype=dtypes[1])
     accumulator, partials = torch.full((elements,), torch.nan), torch.full((count,), torch.nan)
     for part in slices:  # what lies in the padding and between slices must not be read
-        accumulator[part.offset : part.offset + part.numel] = _spread(1, part.numel, torch.float32, seed=1)[0]
+        accumulator[part.offset : part.offset + part.numel] = _spread(1, part.numel, FP32, seed=1)[0]
         pieces[:, part.offset + part.numel : part.offset + part.padded + 128] = torch.nan
     found = [tensor.to(backend.device, copy=True) for tensor in (gradient, accumulator, partials)]
-    for how, outputs in ((backend.fold, found), (fold_reference, [gradient, accumulator, partials])):
-        how(
-            pieces.to(outputs[0].device),
-            slices,
-            gradient=outputs[0],
-            accumulator=outputs[1] if accumulate else None,
-            factor=torch.tensor(1 / 3).item(),
-            partials=outputs[2],
-        )
+    for how, outputs in ((fold, found), (fold_reference, [gradient, accumulator, partials])):
+        total = outputs[1] if accumulate else None
+        options: Any = {"gradient": outputs[0], "accumulator": total, "partials": outputs[2]}
+        how(pieces.to(outputs[0].device), slices, **options, factor=torch.tensor(1 / 3).item())
     for ours, reference in zip(found, (gradient, accumulator, partials), strict=True):
         same_bits(ours, reference)
     written, summed = torch.zeros(elements, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
@@ -136,20 +111,18 @@ def test_same_bits_as_the_reference_and_nothing_else_touched(
 
 
 @pytest.mark.parametrize(("numel", "ranks"), [(3 * TILE + 77, 3), (100, 2)])
-def test_shards_together_have_the_gradient_and_its_partials(
-    backend: Any, same_bits: Callable[..., None], numel: int, ranks: int
-) -> None:
+def test_shards_together_have_the_gradient_and_its_partials(backend: Any, numel: int, ranks: int) -> None:
     """Every rank folds its own shard of a parameter. Whole tiles have the partials of the whole gradient."""
-    local = _spread(ranks, numel, torch.bfloat16)
+    local = _spread(ranks, numel, BF16)
     expected = (_left_fold([*local]) * torch.tensor(1 / ranks)).bfloat16()
     wanted = sum_of_squares_reference(expected)
     partials = torch.full((tiles(numel),), torch.nan, device=backend.device)
     for own, part in _shards(numel, ranks):
-        pieces = torch.full((ranks, part.padded), torch.nan, dtype=torch.bfloat16)
+        pieces = torch.full((ranks, part.padded), torch.nan, dtype=BF16)
         pieces[:, : part.numel] = local[:, own]
-        gradient = torch.full((pieces.shape[1],), torch.nan, dtype=torch.bfloat16, device=backend.device)
+        gradient = torch.full((pieces.shape[1],), torch.nan, dtype=BF16, device=backend.device)
         factor = torch.tensor(1 / ranks).item()
-        backend.fold(pieces.to(backend.device), [part], gradient=gradient, factor=factor, partials=partials)
+        fold(pieces.to(backend.device), [part], gradient=gradient, factor=factor, partials=partials)
         same_bits(gradient[: part.numel], expected[own])
     whole = sorted({tile for _, part in _shards(numel, ranks) for tile in part.whole_tiles})
     same_bits(partials[whole], wanted[whole])
@@ -158,18 +131,9 @@ def test_shards_together_have_the_gradient_and_its_partials(
     assert whole == [tile for tile in range(tiles(numel)) if tile not in cut]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "begin"),
-    [
-        (torch.bfloat16, "fp32 gradient"),
-        (torch.bfloat16, "filled with -0.0"),
-        (torch.float16, "filled with -0.0"),
-        (torch.float32, "fp32 gradient"),
-    ],
-)
-def test_micro_batches_are_one_left_fold_that_is_rounded_once(
-    backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, begin: str
-) -> None:
+@pytest.mark.parametrize("begin", ["fp32 gradient", "filled with -0.0"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_micro_batches_are_one_left_fold_that_is_rounded_once(backend: Any, dtype: torch.dtype, begin: str) -> None:
     """Three micro-batches of two ranks, as six micro-batches of one rank."""
     numel = TILE + 128
     rows = _spread(6, numel, dtype)
@@ -177,18 +141,16 @@ def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     batches = [rows[first : first + 2].to(backend.device) for first in (0, 2, 4)]
     accumulator = torch.full((numel,), torch.nan, device=backend.device)
     if begin == "fp32 gradient":
-        backend.fold(batches[0], _whole(numel), gradient=accumulator, factor=1.0)
+        fold(batches[0], _whole(numel), gradient=accumulator, factor=1.0)
     else:
         accumulator.fill_(-0.0)
-        backend.fold(batches[0], _whole(numel), gradient=None, accumulator=accumulator, factor=1.0)
+        fold(batches[0], _whole(numel), gradient=None, accumulator=accumulator, factor=1.0)
     same_bits(accumulator, _left_fold([*rows[:2]]))
-    backend.fold(batches[1], _whole(numel), gradient=None, accumulator=accumulator, factor=1.0)
+    fold(batches[1], _whole(numel), gradient=None, accumulator=accumulator, factor=1.0)
     gradient = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
     partials = torch.full((2,), torch.nan, device=backend.device)
-    factor = torch.tensor(1 / 6).item()
-    backend.fold(
-        batches[2], _whole(numel), gradient=gradient, accumulator=accumulator, factor=factor, partials=partials
-    )
+    options: Any = {"gradient": gradient, "accumulator": accumulator, "partials": partials}
+    fold(batches[2], _whole(numel), **options, factor=torch.tensor(1 / 6).item())
     total = _left_fold([*rows])
     assert not torch.equal(total, _left_fold([*rows.flip(0)])), "another order would do"
     same_bits(accumulator, total)
@@ -196,16 +158,8 @@ def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     same_bits(partials, sum_of_squares_reference(gradient.cpu()))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "absent"), [(torch.bfloat16, (0,)), (torch.float16, (1, 2)), (torch.float32, (0, 1))]
-)
-def test_a_rank_without_a_gradient_changes_nothing(
-    backend: Any,
-    same_bits: Callable[..., None],
-    any_bits: Callable[[int, int], torch.Tensor],
-    dtype: torch.dtype,
-    absent: tuple[int, ...],
-) -> None:
+@pytest.mark.parametrize(("dtype", "absent"), [(BF16, (0,)), (FP16, (1, 2)), (FP32, (0, 1))])
+def test_a_rank_without_a_gradient_changes_nothing(backend: Any, dtype: torch.dtype, absent: tuple[int, ...]) -> None:
     """Its piece is -0.0. Values of the others may be zeros of either sign, subnormal, infinite or NaN."""
     numel = TILE
     pieces = torch.stack([any_bits(7, numel)] * 3).to(dtype)
@@ -215,44 +169,22 @@ def test_a_rank_without_a_gradient_changes_nothing(
     for rank in absent:
         pieces[rank] = -0.0
     expected = _left_fold([piece for rank, piece in enumerate(pieces) if rank not in absent])
-    gradient = torch.full((numel,), torch.nan, device=backend.device)
-    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, factor=1.0)
-    same_bits(gradient, expected)
-    narrow = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
-    backend.fold(pieces.to(backend.device), _whole(numel), gradient=narrow, factor=1.0)
-    same_bits(narrow, expected.to(dtype))
+    for kind in (FP32, dtype):
+        gradient = torch.full((numel,), torch.nan, dtype=kind, device=backend.device)
+        fold(pieces.to(backend.device), _whole(numel), gradient=gradient, factor=1.0)
+        same_bits(gradient, expected.to(kind))
 
 
-def test_the_factor_is_a_multiplication_in_fp32(backend: Any, same_bits: Callable[..., None]) -> None:
+def test_the_factor_is_a_multiplication_in_fp32(backend: Any) -> None:
     """By fp32(1/3), not a division by three and not a multiplication in fp64; it may lose or make an infinity."""
-    values = _spread(1, TILE, torch.float32)
+    values = _spread(1, TILE, FP32)
     values[0, :3] = torch.tensor([3e38, -3e38, 1e-45])
     third = torch.tensor(1 / 3)
     assert not torch.equal(values[0] * third, values[0] / 3)
     for factor, expected in ((third.item(), values[0] * third), (2.0, values[0] * 2)):
         gradient = torch.full((TILE,), torch.nan, device=backend.device)
-        backend.fold(values.to(backend.device), _whole(TILE), gradient=gradient, factor=factor)
+        fold(values.to(backend.device), _whole(TILE), gradient=gradient, factor=factor)
         same_bits(gradient, expected)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "place", "bad"),
-    [
-        (torch.float32, 0, torch.inf),
-        (torch.bfloat16, TILE, -torch.inf),
-        (torch.bfloat16, 2 * TILE + 6, torch.nan),
-    ],
-)
-def test_a_value_that_is_not_finite_shows_in_its_partial(
-    backend: Any, dtype: torch.dtype, place: int, bad: float
-) -> None:
-    numel = 2 * TILE + 7
-    pieces = torch.ones(2, padded(numel), dtype=dtype)
-    pieces[1, place] = bad
-    gradient = torch.zeros(padded(numel), dtype=dtype, device=backend.device)
-    partials = torch.zeros(3, device=backend.device)
-    backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, partials=partials, factor=1.0)
-    assert partials.isfinite().tolist() == [tile != place // TILE for tile in range(3)]
 
 
 def test_nothing_to_fold(backend: Any) -> None:
@@ -260,21 +192,20 @@ def test_nothing_to_fold(backend: Any) -> None:
     pieces = torch.zeros(2, 128, device=backend.device)
     nothing = [Slice(offset=0, numel=0, first=0, parameter_numel=300, partial_offset=0)]
     for slices in ([], nothing):
-        backend.fold(pieces, slices, gradient=gradient, partials=partials, factor=1.0)
+        fold(pieces, slices, gradient=gradient, partials=partials, factor=1.0)
         assert gradient.cpu().tolist() == [1.0] * 128
         assert partials.item() == 1.0
-    backend.fold(pieces[:, :0], nothing, gradient=gradient[:0], partials=partials, factor=1.0)
+    fold(pieces[:, :0], nothing, gradient=gradient[:0], partials=partials, factor=1.0)
     assert partials.item() == 1.0
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_elements_than_a_32_bit_integer_counts() -> None:
     """Pieces of more than 2^31 elements together, and then a single one of that many."""
     for ranks, numel in ((3, (1 << 30) + TILE + 128), (1, (1 << 31) + TILE + 128)):
-        pieces = torch.zeros(ranks, numel, dtype=torch.bfloat16, device="cuda")
+        pieces = torch.zeros(ranks, numel, dtype=BF16, device="cuda")
         pieces[-1, 0], pieces[-1, -1] = 1.0, 3.0
-        gradient = torch.full((numel,), torch.nan, dtype=torch.bfloat16, device="cuda")
+        gradient = torch.full((numel,), torch.nan, dtype=BF16, device="cuda")
         partials = torch.full((tiles(numel),), torch.nan, device="cuda")
         fold(pieces, _whole(numel), gradient=gradient, factor=1.0, partials=partials)
         assert torch.equal(gradient, pieces[-1])
@@ -282,7 +213,7 @@ def test_more_elements_than_a_32_bit_integer_counts() -> None:
 
 
 @pytest.mark.parametrize("most", [2 * TILE, 5 * TILE + 128, 1 << 25])
-def test_a_range_in_parts_has_the_bits_of_the_whole(same_bits: Callable[..., None], backend: Any, most: int) -> None:
+def test_a_range_in_parts_has_the_bits_of_the_whole(backend: Any, most: int) -> None:
     """Also of pieces that are parts of longer rows, and with a parameter that begins before the range."""
     begun = 3 * TILE + 256
     numels = (100, 4 * TILE, 7, 128, 9 * TILE + 5)
@@ -294,12 +225,12 @@ def test_a_range_in_parts_has_the_bits_of_the_whole(same_bits: Callable[..., Non
     for parts in ([(slice(0, offset), tuple(slices))], in_parts(tuple(slices), most)):
         assert [part.start for part, _ in parts] == [0, *(part.stop for part, _ in parts[:-1])]
         assert parts[-1][0].stop == offset
-        total, gradient = start.clone(), torch.zeros(offset, dtype=torch.bfloat16, device=backend.device)
+        total, gradient = start.clone(), torch.zeros(offset, dtype=BF16, device=backend.device)
         partials = torch.zeros(partial, device=backend.device)
         for part, own in parts:
             assert part.stop - part.start <= max(most, offset * (len(parts) == 1))
             options: Any = {"gradient": gradient[part], "accumulator": total[part], "partials": partials}
-            backend.fold(pieces[:, part], own, factor=0.5, **options)
+            fold(pieces[:, part], own, factor=0.5, **options)
         found.append((total, gradient, partials))
     for ours, theirs in zip(*found, strict=True):
         same_bits(ours, theirs)

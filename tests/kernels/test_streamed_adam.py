@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,34 +29,17 @@ def _expected(states: AdamStates, grad: torch.Tensor, **options: Any) -> AdamSta
 @pytest.mark.parametrize("piece", [128, 1280, 1 << 14])
 @DTYPES
 @MOMENTS
-def test_pieces_on_the_cpu(
-    same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype, piece: int
-) -> None:
+def test_pieces_on_the_cpu(moment_dtype: torch.dtype, dtype: torch.dtype, piece: int) -> None:
     """With the copies, the slots in turn and the pieces' ends; the CPU stands in for the device."""
     count = 11 * 1024 + 384
     states, grad = random_states(count, dtype, moment_dtype), _gradient(count)
     expected = _expected(states, grad, gradient_factor=1 / 3)
     staging = AdamStaging(CPU, size_bytes=2 * piece * 18)
     staging.memory.fill_(0xFF)  # NaN
-    assert streamed_adam(*states, grad, SCALARS, staging, gradient_factor=1 / 3) is None
-    check(states, expected, same_bits)
+    streamed_adam(*states, grad, SCALARS, staging, gradient_factor=1 / 3).synchronize()
+    check(states, expected)
     streamed_adam(*states.part(slice(0, 0)), grad[:0], SCALARS, staging)
-    check(states, expected, same_bits)
-
-
-def test_bad_arguments_are_named() -> None:
-    states, grad = random_states(256, torch.bfloat16), _gradient(256)
-    with pytest.raises(ValueError, match="size_bytes is 4000: it must be at least 4608"):
-        AdamStaging(CPU, size_bytes=4000)
-    staging = AdamStaging(CPU, size_bytes=1 << 16)
-    cases: list[tuple[AdamStates, dict[str, Any], str]] = [
-        (states._replace(exp_avg=torch.zeros(128)), {}, "exp_avg has 128 elements"),
-        (states, {"scale": torch.zeros(2)}, "scale must be one float32"),
-        (states._replace(weight=states.weight.to("meta")), {}, "weight must be in pinned host memory for cpu"),
-    ]
-    for wrong, options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            streamed_adam(*wrong, grad, SCALARS, staging, **options)
+    check(states, expected)
 
 
 def _pinned(states: AdamStates) -> AdamStates:
@@ -66,31 +48,28 @@ def _pinned(states: AdamStates) -> AdamStates:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnTheGpu:
     @DTYPES
     @MOMENTS
-    def test_same_bits(self, same_bits: Callable[..., None], moment_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    def test_same_bits(self, moment_dtype: torch.dtype, dtype: torch.dtype) -> None:
         count, scale = 1 << 20, torch.tensor([0.3])
         start, grad = random_states(count, dtype, moment_dtype), _gradient(count)
         states, staging = _pinned(start), AdamStaging(GPU, size_bytes=1 << 21)
         done = streamed_adam(*states, grad.pin_memory(), SCALARS, staging, scale=scale.cuda())
-        assert done is not None
         done.synchronize()
-        check(states, _expected(start, grad, scale=scale), same_bits)
+        check(states, _expected(start, grad, scale=scale))
 
-    def test_many_chunks_through_one_staging_area(self, same_bits: Callable[..., None]) -> None:
+    def test_many_chunks_through_one_staging_area(self) -> None:
         count, staging = 1 << 18, AdamStaging(GPU, size_bytes=1 << 20)
         start, grad = random_states(count, torch.bfloat16), _gradient(count, torch.bfloat16).pin_memory()
         chunks = [_pinned(start) for _ in range(6)]
         events = [streamed_adam(*chunk, grad, SCALARS, staging) for chunk in chunks]
         expected = _expected(start, grad)
         for chunk, event in zip(chunks, events, strict=True):
-            assert event is not None
             event.synchronize()
-            check(chunk, expected, same_bits)
+            check(chunk, expected)
 
-    def test_a_gradient_that_is_still_on_its_way_is_waited_for(self, same_bits: Callable[..., None]) -> None:
+    def test_a_gradient_that_is_still_on_its_way_is_waited_for(self) -> None:
         count = 1 << 18
         start, values = random_states(count, torch.bfloat16), _gradient(count)
         states, grad = _pinned(start), torch.full((count,), torch.nan).pin_memory()
@@ -99,9 +78,8 @@ class TestOnTheGpu:
         torch.cuda._sleep(100_000_000)
         grad.copy_(on_device, non_blocking=True)
         done = streamed_adam(*states, grad, SCALARS, AdamStaging(GPU, size_bytes=1 << 20))
-        assert done is not None
         done.synchronize()
-        check(states, _expected(start, values), same_bits)
+        check(states, _expected(start, values))
 
     def test_pageable_memory_is_refused(self) -> None:
         with pytest.raises(ValueError, match="weight must be in pinned host memory"):

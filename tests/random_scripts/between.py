@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.engine.harness import Spec, states
 from tests.random_scripts.models import WIDTH, Adapter, batch
-from tests.random_scripts.steps import scoring
 
 HOOKS = (
     "forward",
@@ -61,14 +60,6 @@ def freeze_block(side: Any, block: int, trained: bool) -> None:
             parameter.requires_grad_(trained)
 
 
-def set_and_put_back(side: Any, group: int) -> None:
-    """A group has other hyperparameters for a moment."""
-    options = side.optimizer.param_groups[group]
-    before = {**options}
-    options.update(lr=1.0, betas=(0.1, 0.1), weight_decay=0.5)
-    options.update(before)
-
-
 def freeze_all(side: Any, trained: bool) -> None:
     for parameter in side.trained:
         parameter.requires_grad_(trained)
@@ -92,12 +83,6 @@ def read(side: Any, index: int) -> list[Any]:
 
 def set_mode(side: Any, block: int | None, train: bool) -> None:
     (side.model if block is None else side.model.blocks[block]).train(train)
-
-
-def score(side: Any, seed: int, size: int) -> list[Any]:
-    """A model with a head calls it, which the training does not."""
-    with torch.no_grad(), scoring(side.model):
-        return [side.model(batch(seed, size)).clone()]
 
 
 def generate(side: Any, seed: int, inference: bool) -> list[Any]:
@@ -163,8 +148,6 @@ def hook(side: Any, block: int, kind: str) -> None:
         handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (of_outputs[0] * 0.5,))
     elif kind == "gradient of the output":
         handle = module.register_forward_hook(_halve_later)
-    elif kind == "accumulated gradient":
-        handle = side.hook_accumulated(module.second.weight)
     elif kind == "forward of a layer":
         handle = module.first.register_forward_hook(_double)
     elif kind == "backward":

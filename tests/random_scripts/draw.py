@@ -14,46 +14,19 @@ Action = tuple[steps.Act, dict[str, Any]]
 
 WITH_A_BATCH = frozenset(
     {
-        steps.backward,
-        steps.backward_no_sync,
-        steps.plain_backward,
-        steps.backward_of_list,
-        steps.backward_to_weight,
-        steps.forward_alone,
-        steps.forward_for_later,
-        steps.forward_for_two,
-        steps.backward_of_pending,
-        steps.drop_pending,
-        steps.clip_unless_finite,
-        steps.fail,
-        steps.gradient_of_input,
-        steps.gradient_of_weight,
-        between.evaluate,
-        between.evaluate_block,
-        between.score,
-        between.generate,
+        *(steps.backward, steps.backward_no_sync, steps.plain_backward, steps.backward_of_list),
+        *(steps.backward_to_weight, steps.forward_alone, steps.forward_for_later, steps.forward_for_two),
+        *(steps.backward_of_pending, steps.drop_pending, steps.clip_unless_finite, steps.fail),
+        *(steps.gradient_of_input, steps.gradient_of_weight),
+        *(between.evaluate, between.evaluate_block, between.generate),
     }
 )
 WITH_A_FOLDER = frozenset({between.resume, "keep"})
-_OF_ONE_PROCESS = frozenset(
-    {
-        steps.backward_twice,
-        steps.backward_of_parts,
-        steps.step_with_closure,
-        between.read,
-    }
-)
+_OF_ONE_PROCESS = frozenset({steps.backward_twice, steps.backward_of_parts, steps.step_with_closure, between.read})
 _UNDER = frozenset(
     {
-        steps.step_and_zero,
-        steps.clip,
-        "clip_by_torch",
-        "scale_gradients",
-        "edit",
-        between.load_weight,
-        "read_all",
-        between.look,
-        between.go_back,
+        *(steps.step_and_zero, steps.clip, between.load_weight, between.look, between.go_back),
+        *("clip_by_torch", "scale_gradients", "edit", "read_all"),
     }
 )
 _NOT_LATE = frozenset({"edit_outside"})  # before the first call weights can be written
@@ -92,8 +65,6 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found = [each for each in found if each[0] not in of_one]
         unlike = steps.OF_ONE_PROCESS if case.ranks > 1 else ("weight penalty",)  # which not all ranks refuse
         found = [each for each in found if each[1].get("kind") not in unlike]
-    if case.model == "branching" and case.ranks > 1:  # a rank that does not reach the block fails alone
-        found = [each for each in found if (each[1].get("kind"), each[1].get("block")) != ("weight penalty", 2)]
     if case.ranks > 1:
         found = [each for each in found if each[0] not in _OF_ONE_PROCESS and rng.random() < _share(each[1])]
     if case.late:  # the batch of the first call must be the longest
@@ -104,14 +75,8 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found = [(each, {**options, "size": 8} if "size" in options else options) for each, options in found]
         # Until the first call weights have their own type, and no step is made inside backward. A first call that fails
         # does so in the profile, which changes no buffer.
-        if case.dtype.itemsize < 4 or case.inside or case.model in ("counting", "stateful"):
+        if case.dtype.itemsize < 4 or case.inside or case.model == "stateful":
             found.insert(0, (steps.backward, {"kind": "usual", "seed": 0, "size": 8, "block": 0}))
-    # A rank whose batches do not reach the parameter does not refuse the backward.
-    if rng.random() < 0.2 and not (case.ranks > 1 and case.model in ("routed", "branching")):
-        options = {"block": rng.randrange(DEPTH), "kind": "accumulated gradient"}
-        found.insert(rng.randrange(len(found) + 1), (between.hook, options))
-        if case.inside:  # a backward inside the backward is refused only when some updates are made
-            found = [each for each in found if each[1].get("kind") != "reentrant"]
     return found
 
 
@@ -168,15 +133,11 @@ def _other(rng: random.Random) -> Action:
             (between.set_group, {"group": group, "key": "weight_decay", "value": rng.choice((0.0, 0.1))}),
             (between.set_group, {"group": group, "key": "betas", "value": rng.choice(((0.9, 0.95), (0.5, 0.9)))}),
             (between.set_group, {"group": group, "key": "eps", "value": rng.choice((1e-8, 1e-3))}),
-            (between.set_and_put_back, {"group": group}),
             (between.freeze, {"index": index, "trained": half}),
             (between.freeze_block, {"block": block, "trained": half}),
             (between.freeze_all, {"trained": rng.random() < 0.8}),
             (between.set_mode, {"block": rng.choice((None, block)), "train": half}),
-            (
-                between.hook,
-                {"block": block, "kind": rng.choice(between.HOOKS)},
-            ),
+            (between.hook, {"block": block, "kind": rng.choice(between.HOOKS)}),
             (between.unhook, {}),
         ],
         [
@@ -189,7 +150,6 @@ def _other(rng: random.Random) -> Action:
         [
             (between.evaluate, {"seed": 7, "size": size, "inference": half, "train": rng.random() < 0.3}),
             (between.evaluate_block, {"block": block, "seed": 4}),
-            (between.score, {"seed": 5, "size": size}),
             (between.generate, {"seed": 5, "inference": half}),
             (between.read, {"index": index}),
             ("read_all", {}),
@@ -198,13 +158,9 @@ def _other(rng: random.Random) -> Action:
         [
             (between.resume, {"spec": rng.choice(PLANS)}),
             ("edit", {"index": index, "factor": 0.5, "outer": half}),
-            (
-                "edit_outside",
-                {"index": index, "how": rng.choice(("in place", "data", "replaced", "foreach", "init"))},
-            ),
+            ("edit_outside", {"index": index, "how": rng.choice(("in place", "data", "replaced", "foreach", "init"))}),
             (between.load_weight, {"index": index, "values": 1}),
             ("copy_block", {"source": block, "target": rng.randrange(DEPTH)}),
-            ("load_what_is_there", {"how": rng.choice(("model", "optimizer", "blocks"))}),
             ("keep", {"how": rng.choice(("states", "states", "checkpoint", "thread"))}),
             (between.go_back, {"with_optimizer": half}),
             (between.go_back, {"with_optimizer": half}),
@@ -224,7 +180,6 @@ def _other(rng: random.Random) -> Action:
             ("zero_grad", {}),
             (steps.leave_zeros, {}),
             (steps.step, {}),
-            ("step_with_invalid", {"group": group}),
             (steps.clip, {"max_norm": max_norm}),
             ("clip_by_torch", {"max_norm": max_norm}),
             ("scale_gradient", {"index": index}),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from protrain_kernels import sum_of_squares_reference
 from tests.engine.harness import Spec, adamw
@@ -28,33 +27,16 @@ class Plain(Side):
         how: dict[str, Any] = {"device": CPU, "dtype": case.dtype, "moment_dtype": moments}
         self.model, self.optimizer = prepare_plain(model, adamw(model), **how)
         self._pending: list[list[Tensor]] = [[] for _ in range(case.ranks)]
-        self._summed: Collection[str] = self.optimizer.sums  # to whose gradients a backward of the action would add
 
     def act_for(self, rank: int) -> None:
         """The next action is that of ``rank``."""
         self.pending = self._pending[rank]
-        if rank == 0 and self.case.ranks > 1:  # the gradients of the other ranks are no backwards of their own
-            self._summed = set(self.optimizer.sums)
 
     def give_up(self) -> None:
         """Forget the step, and what all ranks have left open."""
         for pending in self._pending:
             pending.clear()
         super().give_up()
-
-    def hook_accumulated(self, parameter: nn.Parameter) -> Any:
-        """Halve a gradient before the optimizer takes it, whose hook comes last as that of ProTrain does."""
-        handle = super().hook_accumulated(parameter)
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        first = next(iter(hooks))
-        hooks[first] = hooks.pop(first)  # autograd calls them in the order of insertion, whatever move_to_end has done
-        return handle
-
-    def halve_accumulated(self, parameter: Any) -> None:
-        """The hook. RuntimeError if torch would have a sum in ``.grad``, as ProTrain has to refuse that backward."""
-        if parameter.requires_grad and any(self.optimizer.trained[name] is parameter for name in self._summed):
-            raise RuntimeError("a hook is called with a sum")
-        super().halve_accumulated(parameter)
 
     def edit(self, index: int, factor: float, *, outer: bool = False) -> None:
         """Multiply a weight, perhaps inside another context for edits."""
@@ -64,10 +46,6 @@ class Plain(Side):
         """A step whose backward is in ``closure``."""
         closure()
         self.optimizer.step()
-
-    def read_all(self) -> list[Tensor]:
-        """All weights."""
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def load_some(self, weights: dict[str, Tensor]) -> None:
         """Write weights. Elements that stay as they are keep their masters."""
@@ -82,9 +60,6 @@ class Plain(Side):
 
     def edit_outside(self, index: int, how: str) -> None:
         """Nothing, because ProTrain refuses to write a weight outside of its contexts."""
-
-    def step_with_invalid(self, group: int) -> None:
-        """Nothing, because ProTrain refuses a step with an invalid hyperparameter."""
 
     def keep(self, how: str, folder: Path) -> None:
         """Remember the training as it is, ``how`` only on the other side. A checkpoint has the masters, too."""
@@ -155,10 +130,6 @@ class Plain(Side):
             found.append(norm if o.coefficient is None else norm * o.coefficient)
         return found
 
-    def whole(self) -> AbstractContextManager[None]:
-        """A context in which all weights are whole, and frozen ones may be edited."""
-        return nullcontext()
-
     def drop_gradients_of(self, block: int) -> None:
         """Forget the gradients of a block."""
         mine = {id(parameter) for parameter in self.model.blocks[block].parameters()}
@@ -175,9 +146,6 @@ class Plain(Side):
             self.load_some({names[id(parameter)]: saved[name]})
         for name, buffer in blocks[target].named_buffers():
             buffer.copy_(saved[name])
-
-    def load_what_is_there(self, how: str) -> None:
-        """Nothing, because it changes nothing."""
 
     def drop_gradient(self, index: int) -> bool:
         """Forget a gradient, and with the last one how they were clipped. Returns whether there was one."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ class Case:
     narrow: bool = False  # moments in bfloat16
     accumulation: int = 1  # the backwards of a step for which the plan has memory
     late: bool = False  # without an example batch, so that the first call of the model begins the training
-
-    def __str__(self) -> str:
-        marks = f"{' inside' if self.inside else ''}{f' on {self.ranks} ranks' if self.ranks > 1 else ''}"
-        marks += f"{' narrow moments' if self.narrow else ''} accumulation={self.accumulation}"
-        marks += " without an example batch" if self.late else ""
-        return f"{self.model} {self.dtype} {self.spec}{marks}"
 
     def make(self) -> Model:
         """The model, with the same weights each time."""
@@ -89,14 +82,14 @@ class Side:
             self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warm, rest], milestones=[2])
         self.scheduler.kind = kind
 
-    def hook_accumulated(self, parameter: nn.Parameter) -> Any:
-        """Halve the gradient of a parameter as soon as it is in ``.grad``. Returns the handle of the hook."""
-        return parameter.register_post_accumulate_grad_hook(self.halve_accumulated)
+    def whole(self) -> AbstractContextManager[None]:
+        """A context in which all weights are whole, and frozen ones may be edited."""
+        return nullcontext()
 
-    def halve_accumulated(self, parameter: Any) -> None:
-        """The hook. Some backwards reach a parameter that was frozen after the forward."""
-        if parameter.requires_grad:
-            parameter.grad.mul_(0.5)
+    def read_all(self) -> list[Tensor]:
+        """All weights."""
+        with self.whole():
+            return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def parameter(self, index: int) -> nn.Parameter:
         """In definition order, beginning again after the last."""
@@ -142,10 +135,6 @@ class Wrapped(Side):
     def step_with(self, closure: Callable[[], Tensor]) -> None:
         self.optimizer.step(closure)
 
-    def read_all(self) -> list[Tensor]:
-        with protrain.full_parameters(self.model):
-            return [parameter.detach().clone() for parameter in self.model.parameters()]
-
     def load_some(self, weights: dict[str, Tensor]) -> None:
         self.model.load_state_dict(weights, strict=False)
 
@@ -171,17 +160,6 @@ class Wrapped(Side):
         except protrain.MisuseError:
             return
         raise AssertionError("a weight could be written")
-
-    def step_with_invalid(self, group: int) -> None:
-        options = self.optimizer.param_groups[group]
-        before, options["lr"] = options["lr"], -1.0
-        try:
-            self.optimizer.step()
-        except (protrain.MisuseError, ValueError):
-            return
-        finally:
-            options["lr"] = before
-        raise AssertionError("the step was made")
 
     def keep(self, how: str, folder: Path) -> None:
         if how == "checkpoint":
@@ -246,13 +224,6 @@ class Wrapped(Side):
 
     def copy_block(self, source: int, target: int) -> None:
         self.model.blocks[target].load_state_dict(self.model.blocks[source].state_dict())
-
-    def load_what_is_there(self, how: str) -> None:
-        part = self.optimizer if how == "optimizer" else self.model.blocks if how == "blocks" else self.model
-        saved = io.BytesIO()
-        torch.save(part.state_dict(), saved)
-        saved.seek(0)
-        part.load_state_dict(torch.load(saved))
 
     def drop_gradient(self, index: int) -> bool:
         parameter = self.parameter(index)

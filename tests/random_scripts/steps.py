@@ -6,10 +6,8 @@ list of values or one or none, both sides must agree on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from tests.random_scripts.models import WIDTH, batch
 _OFTEN = ("usual",) * 8
 # Several ranks refuse these.
 OF_ONE_PROCESS = (
-    "switched",
     "two",
     "part",
     "weights",
@@ -31,7 +28,7 @@ OF_ONE_PROCESS = (
     "by hand",
     "weight penalty",
 )
-_MORE = "block", "autocast", "penalty", "both", "scores", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
+_MORE = "block", "autocast", "penalty", "both", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
 KINDS = (*_OFTEN, *_MORE, *OF_ONE_PROCESS)
 
 
@@ -49,16 +46,6 @@ def square(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
-@contextmanager
-def scoring(model: Any) -> Iterator[None]:
-    """A context in which a model with a head calls it."""
-    model.scores = True
-    try:
-        yield
-    finally:
-        model.scores = False
-
-
 def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block: int = 0, **_: Any) -> Tensor:
     """A loss of one of the kinds that scripts have."""
     x, dtype = batch(seed, size), model.leave.weight.dtype
@@ -67,13 +54,8 @@ def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block:
         return square(output) + output.float().abs().sum() * 0.01
     if kind == "huge":  # in float16 its gradients overflow
         return square(model(x)) * 1e6
-    if kind == "scores":
-        with scoring(model):
-            return square(model(x))
     if kind == "two":
         return square(model(x)) + square(model(x.flip(0))) * 0.5
-    if kind == "switched":
-        return _switched(model, x, block, seed // 10 + block)
     if kind == "part":
         first = model(x)
         return first[:2].float().square().sum() + model(x[:4]).float().abs().sum()
@@ -129,40 +111,6 @@ def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block:
         hidden = checkpoint(model.enter, x.to(dtype), use_reentrant=False)
         return square(model.leave(checkpoint(model.blocks[block], hidden, use_reentrant=False)))
     return square(model(x))
-
-
-def _switched(model: Any, x: Tensor, block: int, what: int) -> Tensor:
-    """A loss of two forwards, between which a layer of a block changes. Before backward it is as it always was."""
-    owner = model.blocks[block]
-    layer, forward = owner.first, owner.first.forward
-    layer.factor, layer.factors, layer.scale = 0.5, {"now": 0.5}, torch.tensor(0.5)
-    layer.config = SimpleNamespace(gains=[0.5])
-
-    def scaled(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return output * (module.factor * module.factors["now"] * module.config.gains[0]) * module.scale
-
-    handle = layer.register_forward_hook(scaled)
-    changes: tuple[Callable[[], Any], ...] = (
-        partial(setattr, layer, "factor", 2.0),
-        partial(layer.factors.update, now=2.0),
-        partial(layer.config.gains.__setitem__, 0, 2.0),
-        partial(setattr, layer, "config", SimpleNamespace(gains=[2.0])),
-        partial(setattr, layer, "scale", torch.tensor(2.0)),
-        partial(setattr, layer, "forward", lambda *inputs: forward(*inputs) * 0.5),
-        partial(setattr, owner, "first", torch.nn.Sequential(layer, torch.nn.Tanh())),
-        partial(setattr, layer, "used", False),  # if it is an adapter
-        handle.remove,
-    )
-    try:
-        loss = square(model(x))
-        changes[what % len(changes)]()
-        return loss + square(model(x.flip(0))) * 0.5
-    finally:
-        handle.remove()
-        owner.first = layer
-        layer.used = True
-        for name in ("factor", "factors", "scale", "config", "forward"):
-            vars(layer).pop(name, None)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

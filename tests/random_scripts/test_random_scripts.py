@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.engine.harness import FEW_PLANS, PLANS, Spec
-from tests.random_scripts import between, steps
+from tests.random_scripts import steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
-from tests.random_scripts.draw import Action, told
+from tests.random_scripts.draw import Action
 from tests.random_scripts.models import DEPTH
 from tests.random_scripts.sides import Case, Wrapped
 
@@ -45,60 +43,6 @@ def test_scripts_on_ranks(seed: int, ranks: int) -> None:
         run(each, ranks)
 
 
-KINDS = sorted(set(steps.KINDS))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_loss(kind: str) -> None:
-    """In a step of its own, in one of two, and for gradients of an input and of a weight, with clipping between."""
-    loss = {**_LOSS, "kind": kind, "size": 5, "block": 1}
-    script: list[Action] = [
-        (steps.backward, loss),
-        (steps.clip, {"max_norm": 0.1}),
-        (steps.gradient_of_input, {"seed": 2, "size": 3}),
-        (between.look, {}),
-        (steps.step_and_zero, {}),
-        (steps.backward_no_sync, loss),
-        (between.evaluate, {"seed": 7, "size": 12, "inference": False, "train": False}),
-        (steps.plain_backward, {**loss, "seed": 3}),
-        (steps.step_and_zero, {}),
-        (steps.gradient_of_weight, {"seed": 2, "block": 1}),
-    ]
-    spec, dtype = FEW_PLANS[KINDS.index(kind) % 4], (torch.float32, torch.bfloat16)[KINDS.index(kind) // 4 % 2]
-    case = Case("headed", dtype, spec, inside=False, accumulation=2)
-    assert compare(case, script) == []
-
-
-BACKWARDS: dict[str, Action] = {
-    "twice": (steps.backward_twice, _LOSS),
-    "of parts": (steps.backward_of_parts, {"seed": 1, "size": 8}),
-    "of a list": (steps.backward_of_list, {"seed": 1, "size": 8}),
-    "to a weight": (steps.backward_to_weight, {"seed": 1, "size": 8, "block": 1}),
-    "in a closure": (steps.step_with_closure, _LOSS),
-    "after an error": (steps.fail, {"block": 2, "where": "backward", "seed": 1, "interrupt": False}),
-    "after Ctrl-C": (steps.fail, {"block": 1, "where": "forward", "seed": 1, "interrupt": True}),
-    "given up": (steps.clip_unless_finite, {"seed": 1}),
-    "of a forward before the last": (steps.forward_for_later, _LOSS),
-}
-
-
-@pytest.mark.parametrize("name", BACKWARDS)
-def test_every_backward(name: str) -> None:
-    script: list[Action] = [
-        (steps.backward, _LOSS),
-        (steps.step_and_zero, {}),
-        BACKWARDS[name],
-        (steps.backward, {**_LOSS, "seed": 2}),
-        (steps.backward_of_pending, {"last": False, "retained": False}),
-        ("scale_gradients", {"factor": 0.5}),
-        ("clip_by_torch", {"max_norm": 0.1}),
-        (steps.clip, {"max_norm": 0.05}),
-        (steps.step_and_zero, {}),
-    ]
-    spec = FEW_PLANS[list(BACKWARDS).index(name) % 4]
-    assert compare(Case("tied", torch.bfloat16, spec, inside=False, accumulation=4), script) == []
-
-
 @pytest.mark.parametrize("spec", [PLANS[0], PLANS[9]], ids=str)
 def test_a_backward_whose_gradients_are_all_dropped_counts_for_nothing(spec: Spec) -> None:
     dropped: list[Action] = [("drop_gradient", {"index": index}) for index in range(4 + 6 * DEPTH)]
@@ -128,21 +72,6 @@ def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         compare(_CASE, script)
     with pytest.raises(DiffersError, match=r"at the end, rank 0: .*enter\.weight differs"):
         compare(_CASE, script[:1])
-
-
-def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused: list[Action] = [(steps.clip, {"max_norm": 1.0}), (steps.backward, _LOSS)]
-    assert compare(_CASE, refused) == [
-        f"0 {told(refused[0])}: MisuseError: clip_grad_norm_() without gradients: call loss.backward() first"
-    ]
-
-    def clip(side: Any, max_norm: float) -> list[Any]:
-        if isinstance(side, Wrapped):
-            side.edit(0, 0.5)
-        return steps.clip(side, max_norm)
-
-    with pytest.raises(DiffersError, match="1 backward"):
-        compare(_CASE, [(clip, {"max_norm": 1.0}), refused[1]])
 
 
 @pytest.mark.parametrize(

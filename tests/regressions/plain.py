@@ -6,13 +6,16 @@ have the same bits. It uses public names of protrain alone, so it says what user
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import protrain
 from protrain_kernels import adam_reference, adam_scalars, sum_of_squares_reference
@@ -56,12 +59,24 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Plain(torch.optim.AdamW):
-    """The optimizer of the plain loop: torch's AdamW with the reference operators of ``protrain_kernels``."""
+    """The optimizer of the plain loop: torch's AdamW with the reference operators of ``protrain_kernels``.
+
+    Two ranks train with the mean of their gradients.
+    """
 
     factor: Tensor | None = None  # what clipping multiplies gradients with
+    is_reduced = False  # whether gradients are the mean of all ranks
+
+    def reduce(self) -> None:
+        if dist.is_initialized() and not self.is_reduced:
+            for p in [p for each in self.param_groups for p in each["params"] if p.grad is not None]:
+                dist.all_reduce(p.grad)
+                p.grad.mul_(0.5)
+        self.is_reduced = True
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        self.reduce()
         for p, group in [(p, each) for each in self.param_groups for p in each["params"] if p.grad is not None]:
             if not self.state[p]:
                 self.state[p].update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -72,6 +87,7 @@ class Plain(torch.optim.AdamW):
             adam_reference(p, None, state["exp_avg"], state["exp_avg_sq"], p.grad, scalars, scale=self.factor)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        self.reduce()
         every = [p.grad.reshape(-1) for each in self.param_groups for p in each["params"] if p.grad is not None]
         norm = torch.cat([sum_of_squares_reference(gradient) for gradient in every]).double().sum().sqrt().float()
         self.factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -79,7 +95,7 @@ class Plain(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.factor = None
+        self.factor, self.is_reduced = None, False
 
 
 def plain(make: Make = Blocks) -> tuple[nn.Module, Plain]:
@@ -95,7 +111,7 @@ def offloaded(plan: protrain.Plan) -> protrain.Plan:
     return replace(plan, stream=False, keep_attention=False, **changes)
 
 
-def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> tuple[Any, Any]:
+def wrapped(plan: str, /, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> tuple[Any, Any]:
     """``protrain.wrap`` on the CPU. With ``late=True`` the first call of the model begins the training."""
     late, given, batch = options.pop("late", False), options.pop("plans", {}), rows() if batch is None else batch
     options = {"device": "cpu", "device_memory": "4GiB", "host_memory": "4GiB", "progress": False, **options}
@@ -111,6 +127,15 @@ def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2
     return model, optimizer
 
 
+def step(optimizer: Any, loss: Tensor, look: Callable[[], Any] = lambda: None) -> float:
+    """A step, in which the script may ``look`` at something between backward and update. Returns the loss."""
+    loss.backward()
+    look()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> list[float]:
     """The usual loop, clipped. Returns losses and norms."""
     values = []
@@ -123,23 +148,24 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> li
     return values
 
 
+def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
+    """Where a script may read and write all weights."""
+    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
+
+
 def left(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All weights, buffers and states, as copies."""
     states = {"weights": model.state_dict(), "states": optimizer.state_dict()["state"]}
-    return {name: value.clone() for name, value in leaves(states)}
+    return {name: value.clone() for name, value in leaves(states).items()}
 
 
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, dict | list | tuple):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(each, f"{name}.{key}")
-    else:
-        yield name, torch.as_tensor(value).detach()
+def leaves(tree: Any) -> dict[str, Tensor]:
+    return {keystr(path): torch.as_tensor(leaf).detach() for path, leaf in tree_leaves_with_path(tree)}
 
 
 def assert_same(found: Any, expected: Any) -> None:
     """Same names, types and bits."""
-    ours, theirs = dict(leaves(found)), dict(leaves(expected))
+    ours, theirs = leaves(found), leaves(expected)
     assert {name: each.dtype for name, each in ours.items()} == {name: each.dtype for name, each in theirs.items()}
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), f"{name}: {ours[name]}, not {value}"

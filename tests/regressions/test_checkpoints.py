@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,43 +12,12 @@ import torch
 from torch import nn
 
 import protrain
-from tests.distributed.apart import Group
 from tests.regressions.plain import OFFLOADED, ON_DEVICE, assert_same, both_plans, left, rows, train, wrapped
 
 
 def saves(folder: Path) -> list[str]:
     """The serial numbers of what is in ``folder``."""
     return sorted(path.name[:5] for path in folder.iterdir())
-
-
-@both_plans
-@pytest.mark.parametrize("late", [False, True])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(plan: str, late: bool, tmp_path: Path) -> None:
-    """A load restores weights, states, random numbers and scheduler exactly, under another plan as well."""
-
-    def begin(plan: str, late: bool = False) -> Any:
-        model, optimizer = wrapped(plan, lambda: nn.Sequential(nn.Dropout(0.2), *made()), late=late)
-        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    def made() -> list[nn.Module]:
-        torch.manual_seed(0)
-        return [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2)) for _ in range(4)]
-
-    def go_on(model: nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
-        values = []
-        for seed in range(2):
-            values += train(model, optimizer, 1, seed=seed)
-            scheduler.step()
-        return values
-
-    run = begin(ON_DEVICE)
-    go_on(*run)
-    protrain.save_checkpoint(tmp_path, *run[:2], scheduler=run[2], extra={"epoch": 3})
-    expected, resumed = go_on(*run), begin(plan, late)
-    torch.manual_seed(99)
-    assert protrain.load_checkpoint(tmp_path, *resumed[:2], scheduler=resumed[2]) == {"epoch": 3}
-    assert go_on(*resumed) == expected
-    assert_same(left(*resumed[:2]), left(*run[:2]))
 
 
 READS: dict[str, Callable[[nn.Module, Any], Any]] = {
@@ -92,18 +58,6 @@ def test_a_relative_folder_is_that_of_the_call_that_named_it(tmp_path: Path, mon
     assert train(model, optimizer, seed=2) == train(*begun, seed=2)
 
 
-@both_plans
-def test_an_async_save_has_the_states_of_its_moment(plan: str, tmp_path: Path) -> None:
-    """The training goes on while a thread writes, and does not change what is saved."""
-    model, optimizer = wrapped(plan)
-    train(model, optimizer)
-    before, saved = left(model, optimizer), protrain.async_save(tmp_path, model, optimizer)
-    train(model, optimizer, 3)
-    saved.result()
-    protrain.load_checkpoint(tmp_path, model, optimizer)
-    assert_same(left(model, optimizer), before)
-
-
 def test_two_runs_of_one_folder_delete_nothing_of_each_other(tmp_path: Path) -> None:
     """A training that was begun anew in a folder deleted the saves of the one before; keep counts those of one run."""
     first, second = wrapped(ON_DEVICE), wrapped(ON_DEVICE)
@@ -137,58 +91,6 @@ def test_a_save_into_a_save_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is itself a save: give the folder that it is in"):
         protrain.save_checkpoint(save, model, optimizer)
     assert sorted(save.iterdir()) == before
-
-
-@both_plans
-def test_a_full_disk_leaves_the_earlier_save(plan: str, tmp_path: Path) -> None:
-    """A save appears whole or not at all."""
-    model, optimizer = wrapped(plan)
-    train(model, optimizer)
-    protrain.save_checkpoint(tmp_path, model, optimizer)
-    before = left(model, optimizer)
-    train(model, optimizer)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
-    try:
-        with pytest.raises(OSError, match="cannot write"):
-            protrain.save_checkpoint(tmp_path, model, optimizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert saves(tmp_path) == ["00001"]
-    protrain.load_checkpoint(tmp_path, model, optimizer)
-    assert_same(left(model, optimizer), before)
-
-
-def save_until_killed(rank: int, size: int, folder: Path) -> None:
-    """A process that is killed as soon as its second save writes to ``folder``."""
-    model, optimizer = wrapped(ON_DEVICE)
-    train(model, optimizer)
-    protrain.save_checkpoint(folder, model, optimizer)
-    train(model, optimizer)
-    there = list(folder.rglob("*"))
-
-    def kill_when_it_writes() -> None:
-        while list(folder.rglob("*")) == there:
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill_when_it_writes).start()
-    while True:
-        protrain.save_checkpoint(folder, model, optimizer)
-
-
-@pytest.mark.xdist_group("ranks")  # whose processes are forked from one that has imported everything
-def test_a_killed_save_leaves_one_that_loads(tmp_path: Path) -> None:
-    """A process that is killed while it saves leaves the save before it, or a whole one."""
-    with Group(1, save_until_killed, tmp_path / "saves", folder=tmp_path) as group:
-        (ending,) = group.endings([0]).values()
-    assert ending.status == -signal.SIGKILL, ending.text
-    model, optimizer = wrapped(ON_DEVICE)
-    protrain.load_checkpoint(tmp_path / "saves", model, optimizer)
-    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} <= {2, 4}
-    assert train(model, optimizer, 1, seed=7)
-    protrain.save_checkpoint(tmp_path / "saves", model, optimizer)
-    assert all(name[0] == "0" for name in saves(tmp_path / "saves")), "what the killed process left is gone"
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_read_like_any_other(tmp_path: Path) -> None:

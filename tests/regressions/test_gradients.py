@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
-from tests.regressions.plain import WIDTH, Blocks, both_plans, rows, same_bits, train, wrapped
+from tests.regressions.plain import WIDTH, Blocks, both_plans, rows, same_bits, step, train, wrapped
 
 FIRST = "blocks.0.0.weight"
 
@@ -70,29 +70,11 @@ def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(model: nn.Modu
 def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
     found: list[Tensor] = []
+    x = rows(7).requires_grad_()
     for seed in range(2):
-        model(rows(seed)).square().mean().backward()
-        x = rows(seed + 7).requires_grad_()
-        found += torch.autograd.grad(model(x).sum(), [x])
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = model(rows(seed)).square().mean()
+        step(optimizer, loss, lambda: found.extend(torch.autograd.grad(model(x).sum(), [x])))
     return found
-
-
-@same_bits()
-def test_a_gradient_penalty_trains(model: nn.Module, optimizer: Any) -> list[float]:
-    """A loss that holds a gradient: its second derivatives are those of the plain loop."""
-    values = []
-    for seed in range(2):
-        x = rows(seed).requires_grad_()
-        loss = model(x).square().mean()
-        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
-        total = loss + gradient.square().sum()
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(total.item())
-    return values
 
 
 @same_bits(lambda: Blocks(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())))
@@ -103,9 +85,7 @@ def test_a_batch_of_gradients_is_taken_through_dropout(model: nn.Module, optimiz
     each = torch.eye(WIDTH)[:3, None].expand(3, *output.shape)
     found = list(torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True))
     found += [torch.func.vmap(lambda e: torch.autograd.grad(output, x, e, retain_graph=True)[0])(each)]
-    output.square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer, output.square().mean())
     return found
 
 
@@ -153,9 +133,7 @@ def test_a_loss_of_weights_alone_calls_hooks(model: nn.Module, optimizer: Any) -
     seen: list[float] = []
     weight = model.get_parameter(FIRST)
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
-    weight.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(optimizer, weight.square().sum())
     return [*seen, *train(model, optimizer)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, same_bits, train, wrapped
+from tests.regressions.plain import (
+    Blocks,
+    adamw,
+    assert_same,
+    both_plans,
+    check,
+    left,
+    rows,
+    same_bits,
+    step,
+    train,
+    wrapped,
+)
+from tests.tiny_models import VOCABULARY, tiny
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-SIZES["pad_token_id"] = None
-
-
-def llama(**sizes: Any) -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **sizes))
-
-
-def mixtral() -> Any:
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
 
 
 def lora(model: nn.Module, **options: Any) -> Any:
@@ -37,7 +38,7 @@ def lora(model: nn.Module, **options: Any) -> Any:
 
 
 def tokens(seed: int = 0) -> dict[str, Tensor]:
-    ids = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(0, VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -55,15 +56,8 @@ def learn(model: nn.Module, optimizer: Any) -> list[float]:
 FEW = {"batch": tokens(), "chunked_loss": False, "n_buffer": 3}
 
 
-@both_plans
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_language_model_has_the_bits_of_the_plain_loop(plan: str, tied: bool) -> None:
-    """Tied weights are one parameter, whose gradient comes from both ends."""
-    check(learn, plan, lambda: llama(tie_word_embeddings=tied), **FEW)
-
-
 def adapted() -> nn.Module:
-    model = lora(llama())
+    model = lora(tiny("llama"))
     model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name)
@@ -82,9 +76,7 @@ def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(m
             for parameter in trained:
                 parameter.requires_grad_(True)
             losses.append(model(**tokens(seed)).loss)
-        (losses[0] + 2 * losses[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, losses[0] + 2 * losses[1])
         values += [loss.item() for loss in losses]
     return values
 
@@ -92,7 +84,7 @@ def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(m
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-@same_bits(lambda: lora(mixtral(), target_parameters=TARGETS), **FEW)
+@same_bits(lambda: lora(tiny("mixtral"), target_parameters=TARGETS), **FEW)
 def test_experts_are_adapted(model: nn.Module, optimizer: Any) -> list[float]:
     """peft's target_parameters, which adapts the experts of a model, was refused with a wrong reason."""
     return learn(model, optimizer)
@@ -108,27 +100,30 @@ def built_empty(base: nn.Module, folder: Path, **options: Any) -> Any:
     return protrain.wrap(model, adamw(model), weights=folder, **settings)[0], lora(base, **options)
 
 
-@pytest.mark.parametrize("whole", ["lm_head", "mlp"])
-def test_modules_that_are_trained_whole_begin_as_the_files_say(whole: str, tmp_path: Path) -> None:
-    """weights= refused models with adapters of peft that have modules_to_save."""
-    model, expected = built_empty(llama(), tmp_path, modules_to_save=[whole])
-    found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
-    assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
-    assert any("modules_to_save" in name for name in found)
-
-
-def test_experts_that_files_have_one_by_one_are_read(tmp_path: Path) -> None:
-    """weights= refused target_parameters of experts that the files have one by one."""
-    model, expected = built_empty(mixtral(), tmp_path, target_parameters=["mlp.experts.down_proj"])
-    found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
-    assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
+@pytest.mark.parametrize(
+    ("family", "adapters"),
+    [
+        ("llama", {"modules_to_save": ["lm_head"]}),
+        ("llama", {"modules_to_save": ["mlp"]}),
+        ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}),  # which the files have one by one
+    ],
+)
+def test_what_an_adapter_trains_whole_begins_as_the_files_say(
+    family: str, adapters: dict[str, Any], tmp_path: Path
+) -> None:
+    """weights= refused models with adapters of peft that have modules_to_save, or target_parameters of experts."""
+    model, expected = built_empty(tiny(family), tmp_path, **adapters)
+    found, values = (
+        {name: value for name, value in each.state_dict().items() if "lora_" not in name} for each in (model, expected)
+    )
+    assert_same(found, values)
 
 
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
 def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[str, Any], tmp_path: Path) -> None:
     """DoRA, PiSSA and OLoRA adapters of an empty model began as if the weights beside them were random ones."""
     with pytest.raises(ValueError, match=r"q_proj\.lora_\w+\.default\.weight\. It was set by .*before an adapter that"):
-        built_empty(llama(), tmp_path, **how)
+        built_empty(tiny("llama"), tmp_path, **how)
 
 
 @both_plans
@@ -136,12 +131,12 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
     """export of an adapter writes what peft saves, also modules that are trained whole, which it refused."""
 
     def make() -> Any:
-        return lora(llama(), modules_to_save=["lm_head"])
+        return lora(tiny("llama"), modules_to_save=["lm_head"])
 
     model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
     learn(model, optimizer)
     protrain.export(model, tmp_path / "adapter")
-    read = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+    read = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter").eval()
     with torch.no_grad():
         assert torch.equal(read(**tokens()).logits, model.eval()(**tokens()).logits)
 
@@ -200,10 +195,7 @@ def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str, model: Ca
 def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:
     """Models that scale logits, such as Cohere, were trained on another loss by chunked_loss=True, and are refused."""
 
-    def cohere() -> Any:
-        torch.manual_seed(0)
-        return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, bos_token_id=1, eos_token_id=2))
-
+    cohere = partial(tiny, "cohere")
     with pytest.raises(ValueError, match="chunked_loss"):
         wrapped("on the device", cohere, batch=tokens(), chunked_loss=True)
     check(learn, "on the device", cohere, batch=tokens())
@@ -239,10 +231,7 @@ def test_parts_of_a_wrapped_model_are_called_one_by_one(model: Any, optimizer: A
     values = []
     for seed in range(3):
         loss = model.score(rows(seed)).square().mean() + model["actor"](rows(seed + 5)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
+        values.append(step(optimizer, loss))
     return values
 
 
@@ -268,34 +257,10 @@ def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) 
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model, optimizer = wrapped(plan, Mixed, dtype="bfloat16")
             for seed in range(3):
-                model(rows(seed)).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step(optimizer, model(rows(seed)).float().square().mean())
             return left(model, optimizer)
 
     assert_same(run(plan), run("on the device"))
-
-
-def test_public_names_are_listed_before_the_first_is_used() -> None:
-    """dir(protrain), and so completion in notebooks, listed no public name before the first of them was used."""
-    assert {"wrap", "save_checkpoint", "full_parameters", "AveragedWeights"} <= set(dir(protrain))
-
-
-def test_empty_parameters_have_the_same_values_under_every_plan() -> None:
-    """Random values are those of the modules' initialisers, and zeros of an initialiser are zeros."""
-
-    def zeroed(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
-
-    def make() -> nn.Module:
-        with protrain.empty_parameters():
-            return Blocks().apply(zeroed)
-
-    found, other = (wrapped(plan, make)[0].state_dict() for plan in ("on the device", "offloaded"))
-    assert_same(other, found)
-    assert found["blocks.0.0.weight"].unique().numel() > 100
-    assert not found["blocks.2.2.bias"].any()
 
 
 def test_a_copied_empty_parameter_is_refused_by_name() -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import protrain
 from tests.regressions.plain import (
     WIDTH,
     Blocks,
-    Plain,
     adamw,
     assert_same,
     both_plans,
@@ -23,14 +22,11 @@ from tests.regressions.plain import (
     left,
     rows,
     same_bits,
+    step,
     train,
+    whole,
     wrapped,
 )
-
-
-def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
-    """Where a script may write to weights."""
-    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
 
 @same_bits(late=True)
@@ -41,18 +37,6 @@ def test_what_is_frozen_in_the_first_call_is_trained_later(model: nn.Module, opt
     part.requires_grad_(True)
     values += train(model, optimizer)
     assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
-    return values
-
-
-@same_bits()
-def test_a_schedule_counts_in_the_step_that_follows(model: nn.Module, optimizer: Any) -> list[float]:
-    """param_groups are live: a scheduler, and a value that a script sets in one group."""
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
-    values = []
-    for seed in range(4):
-        values += train(model, optimizer, 1, seed=seed)
-        scheduler.step()
-        optimizer.param_groups[0]["weight_decay"] += 0.1
     return values
 
 
@@ -102,14 +86,71 @@ def test_a_weight_is_clamped_after_every_step(model: nn.Module, optimizer: Any) 
     return values
 
 
+def halve_in_a_list(weight: Tensor) -> None:
+    torch._foreach_mul_([weight], 0.5)
+
+
+def descend_by_a_fused_operation(weight: Tensor) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags: dict[str, Any] = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([weight], [torch.ones(weight.shape)], [], **options, **flags)
+
+
+WRITES = {  # that torch does not count in the versions of what they write to
+    "list": halve_in_a_list,
+    "list of copies": lambda weight: halve_in_a_list(weight.detach()),
+    "fused": descend_by_a_fused_operation,
+}
+
+
+@both_plans
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_under_a_dispatch_mode_is_kept_inside_full_parameters(plan: str, write: Callable[..., None]) -> None:
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values, weight = train(model, optimizer, 1), model.get_parameter("blocks.1.2.weight")
+        with whole(weight, optimizer), torch.no_grad(), FlopCounterMode(display=False):
+            write(weight)
+        return values + train(model, optimizer)
+
+    check(script, plan)
+
+
+@both_plans
+@pytest.mark.parametrize(
+    "write", [*WRITES.values(), lambda weight: weight.set_(torch.ones(weight.shape))], ids=[*WRITES, "memory"]
+)
+def test_a_write_under_a_dispatch_mode_is_refused_elsewhere(plan: str, write: Callable[[Any], None]) -> None:
+    """It was lost without a word."""
+    model, optimizer = wrapped(plan)
+    values, weight = train(model, optimizer, 1), model.get_parameter("blocks.1.2.weight")
+    with pytest.raises(protrain.MisuseError, match=r"full_parameters"), torch.no_grad(), FlopCounterMode(display=False):
+        write(weight)
+    assert values + train(model, optimizer, 2, seed=1) == train(*wrapped(plan), 3)
+
+
+@both_plans
+def test_weights_are_replaced_in_inference_mode_where_they_may_be(plan: str) -> None:
+    """It failed with an error of torch, which knows no versions of what is made in inference mode."""
+    model, _ = wrapped(plan)
+    weight = model.get_parameter("blocks.1.2.weight")
+    with torch.inference_mode():
+        assert weight.view(torch.uint8).sum() == weight.detach().clone().view(torch.uint8).sum()
+        weight.data = weight.detach().clone()
+        with pytest.raises(protrain.MisuseError, match=r"data of blocks\.1\.2\.weight was replaced"):
+            weight.data = torch.ones(weight.shape)
+
+
+@same_bits()
+def test_detach_in_place_freezes(model: nn.Module, optimizer: Any) -> list[float]:
+    """It did nothing."""
+    weight = model.get_parameter("blocks.1.2.weight")
+    weight.detach_()
+    return [*train(model, optimizer), float(weight.requires_grad)]
+
+
 def edit(model: nn.Module, optimizer: Any) -> None:
     with protrain.full_parameters(model), torch.no_grad():
         next(model.parameters()).zero_()
-
-
-def step(model: nn.Module, optimizer: Any) -> None:
-    model(rows()).square().mean().backward()
-    optimizer.step()
 
 
 @both_plans
@@ -119,7 +160,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
         lambda model, optimizer: model.load_state_dict(model.state_dict()),
         lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         edit,
-        step,
+        lambda model, optimizer: step(optimizer, model(rows()).square().mean()),
     ],
     ids=["load weights", "load states", "edit", "step"],
 )
@@ -129,9 +170,7 @@ def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[.
     model, optimizer = wrapped(plan, step_during_backward=inside)
     averaged = protrain.AveragedWeights(model, decay=0.9)
     for seed in range(2):
-        model(rows(seed)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(rows(seed)).square().mean())
         averaged.update()
     before, average = left(model, optimizer), averaged.state_dict()
     with pytest.raises(protrain.MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`"), averaged.applied():

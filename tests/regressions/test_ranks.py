@@ -1,12 +1,11 @@
-"""Two processes that train together: the bits of one process, and an error in both where they fall out of step."""
+"""Two processes that train together: the bits of the plain loop, and an error in both where they fall out of step."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,92 +13,144 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+from torch._utils import _flatten_dense_tensors
+from torch.distributed.nn.functional import all_gather, all_reduce
+from torch.nn.functional import cross_entropy, normalize
 
 import protrain
-from tests.distributed.pool import RankError, on_ranks
+from tests.distributed.pool import errors_on, on_ranks
 from tests.regressions.plain import (
     OFFLOADED,
     ON_DEVICE,
     WIDTH,
     Blocks,
-    adamw,
+    Plain,
+    Script,
     assert_same,
     both_plans,
+    check,
     left,
-    plain,
     rows,
+    step,
     train,
+    whole,
     wrapped,
 )
 
 pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 
 
-def error_of(rank: int, script: Callable[..., object], *args: Any) -> str:
-    """The error that ``script`` raises."""
-    with pytest.raises((ArithmeticError, ValueError, protrain.MisuseError)) as caught:
-        script(rank, *args)
-    return f"{caught.type.__name__}: {caught.value}"
+# -- the bits of the plain loop ----------------------------------------------------------------------------------------
 
 
-# -- the bits of one process -------------------------------------------------------------------------------------------
-
-Backward = Callable[[Any, Tensor], Tensor]
-
-
-def usual(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+def loss_of(model: Any, seed: int, count: int = 4) -> Tensor:
+    """The loss of a batch of this rank's own."""
+    return model(rows(10 * seed + dist.get_rank(), count)).square().mean()
 
 
-def penalty(model: Any, x: Tensor) -> Tensor:
-    x.requires_grad_()
-    loss = model(x).square().mean()
-    (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
-    return loss + gradient.square().sum()
+def contrast(model: Any, optimizer: Any) -> list[float]:
+    """Embeddings of all ranks are compared, and their gradients go back to the ranks that computed them."""
+    values = []
+    for seed in range(3):
+        x = rows(10 * seed + dist.get_rank())
+        pooled = normalize(model(torch.cat((x, x + 0.1))), dim=-1)
+        first, second = (torch.cat(all_gather(half.contiguous())) for half in pooled.chunk(2))
+        values.append(step(optimizer, cross_entropy(5 * first @ second.T, torch.arange(len(first)))))
+    return values
 
 
-def steps(model: nn.Module, optimizer: Any, ranks: tuple[int, ...], loss_of: Backward, between: bool) -> None:
-    """Three steps, each with a batch of every one of ``ranks``."""
-    for step in range(3):
-        for rank in ranks:
-            loss = loss_of(model, rows(10 * step + rank))
-            (loss * 0.5 if len(ranks) > 1 else loss).backward()  # to halve is exact, and a mean of two halves their sum
-        if between:
-            x = rows(5 + ranks[0]).requires_grad_()
-            torch.autograd.grad(model(x).sum(), [x])
+def grow(model: Any, optimizer: Any) -> list[float]:
+    """Batches become longer than the planned one, on one rank more than on the other."""
+    lengths = enumerate((2, 4, 6, 9))
+    return [step(optimizer, loss_of(model, seed, count + seed * dist.get_rank())) for seed, count in lengths]
+
+
+def freeze(model: Any, optimizer: Any) -> list[float]:
+    """The first layers are frozen for a while."""
+    values = []
+    for seed in range(6):
+        model.get_submodule("blocks.0").requires_grad_(seed not in (2, 3))
+        values.append(step(optimizer, loss_of(model, seed)))
+    return values
+
+
+def decide(model: Any, optimizer: Any) -> list[float]:
+    """The learning rate follows a metric of all ranks, and rank 0 alone decides when to stop."""
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    stop, values = torch.zeros(1), []
+    for epoch in range(8):
+        values += [step(optimizer, loss_of(model, seed)) for seed in range(2)]
+        with torch.no_grad():
+            metric = loss_of(model, 99)
+        dist.all_reduce(metric)
+        scheduler.step(metric)
+        values += [metric.item(), optimizer.param_groups[0]["lr"]]
+        if dist.get_rank() == 0:
+            stop += epoch == 2
+        dist.broadcast(stop, 0)
+        if stop:
+            break
+    return values
+
+
+def penalise_weights(model: Any, optimizer: Any) -> list[float]:
+    """A term of the loss is made of weights."""
+    values = []
+    for seed in range(2):
+        loss = loss_of(model, seed)
+        with whole(model, optimizer):
+            term = torch.stack([weight.square().sum() for weight in model.parameters()]).sum()
+        values.append(step(optimizer, loss + 1e-2 * term))
+    return values
+
+
+def penalise_gradients(model: Any, optimizer: Any) -> list[float]:
+    """Gradient penalties did not train on several ranks."""
+    values = []
+    for seed in range(2):
+        x = rows(10 * seed + dist.get_rank()).requires_grad_()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+        values.append(step(optimizer, loss + gradient.square().sum()))
+    return values
+
+
+def look_alone(model: Any, optimizer: Any) -> list[float]:
+    """Rank 1 alone looks at norms of gradients and at texts in the middle of each step."""
+
+    def look() -> None:
+        if dist.get_rank() == 1 and not isinstance(optimizer, Plain):
+            assert all(p.grad is not None and p.grad.norm() > 0 for p in model.parameters())
+            text = f"{optimizer.report()} {optimizer.explain()} {optimizer.plan}"
+            assert "between ranks" in text
+            assert "world_size=2" in text
+
+    return [step(optimizer, loss_of(model, seed), look) for seed in range(2)]
+
+
+def differentiate_between(model: Any, optimizer: Any) -> list[float]:
+    """On several ranks torch.autograd.grad between backward() and step() replaced the gradients by zeros."""
+
+    def look() -> None:
+        x = rows(5).requires_grad_()
+        torch.autograd.grad(model(x).sum(), [x])
         optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    return [step(optimizer, loss_of(model, seed), look) for seed in range(3)]
 
 
-def left_by_rank(rank: int, plan: str, loss_of: Backward, between: bool, n_speculate: int = 0) -> Any:
-    model, optimizer = wrapped(plan, plans={"n_speculate": n_speculate})
-    steps(model, optimizer, (rank,), loss_of, between)
-    return left(model, optimizer)
+SCRIPTS = contrast, grow, freeze, decide, penalise_weights, penalise_gradients, look_alone, differentiate_between
 
 
-def check(plan: str, loss_of: Backward = usual, between: bool = False, n_speculate: int = 0) -> None:
-    model, optimizer = plain()
-    steps(model, optimizer, (0, 1), loss_of, between)
-    for found in on_ranks(2, left_by_rank, plan, loss_of, between, n_speculate):
-        assert_same(found, left(model, optimizer))
+def check_on_rank(rank: int, script: Script, plan: str) -> None:
+    """A chunk of which a rank has nothing but padding, and speculative updates, ended the training in step two."""
+    check(script, plan, plans={"n_speculate": 4})
 
 
 @both_plans
-def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str) -> None:
-    """On several ranks torch.autograd.grad between backward() and step() replaced the gradients by zeros."""
-    check(plan, between=True)
-
-
-def test_a_gradient_penalty_trains() -> None:
-    """Gradient penalties did not train on several ranks."""
-    check(OFFLOADED, penalty)
-
-
-def test_a_rank_may_have_nothing_of_a_chunk() -> None:
-    """A chunk of which a rank has nothing but padding, and speculative updates, ended the training in step two."""
-    check(OFFLOADED, n_speculate=4)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_has_the_bits_of_the_plain_loop(script: Script, plan: str) -> None:
+    on_ranks(2, check_on_rank, script, plan)
 
 
 class Fourier(Blocks):
@@ -140,19 +191,12 @@ class Collective(nn.Module):
 
 
 def with_a_larger_batch(rank: int, tight: bool) -> Any:
-
-    def make() -> nn.Module:
-        return Blocks(Collective)
-
-    plan = wrapped(ON_DEVICE, make, rows(count=64))[1].plan
+    make, batch = partial(Blocks, Collective), rows(count=64)
+    plan = wrapped(ON_DEVICE, make, batch)[1].plan
     room_bytes = plan.device_bytes + 4096  # two profiles of a model differ by some bytes; the larger batch needs more
-    options = {"plan": plan, "device": "cpu", "device_memory": room_bytes if tight else "4GiB"}
-    model = make()
-    model, optimizer = protrain.wrap(model, adamw(model), example_batch=rows(count=64), progress=False, **options)
+    model, optimizer = wrapped(ON_DEVICE, make, batch, plan=plan, device_memory=room_bytes if tight else "4GiB")
     for count in (64, 64 + 8 * rank, 64):
-        model(rows(rank, count)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(rows(rank, count)).square().mean())
     return left(model, optimizer)
 
 
@@ -162,31 +206,6 @@ def test_all_ranks_recompute_where_one_has_a_larger_batch() -> None:
         on_ranks(2, with_a_larger_batch, True), on_ranks(2, with_a_larger_batch, False), strict=True
     ):
         assert_same(tight, ample)
-
-
-def save_and_go_on(rank: int, folder: Path, saves: bool) -> Any:
-    model, optimizer = wrapped(ON_DEVICE if saves else OFFLOADED)
-    if saves:
-        steps(model, optimizer, (rank,), usual, False)
-        protrain.save_checkpoint(folder, model, optimizer)
-    else:
-        protrain.load_checkpoint(folder, model, optimizer)
-    before = left(model, optimizer)
-    steps(model, optimizer, (rank,), usual, False)
-    return before, left(model, optimizer)
-
-
-def test_a_save_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
-    """A checkpoint loads with any number of processes, under any plan, and training goes on with the same bits."""
-    (before, after), _ = on_ranks(2, save_and_go_on, tmp_path, True)
-    model, optimizer = wrapped(OFFLOADED, accumulation=2)
-    protrain.load_checkpoint(tmp_path, model, optimizer)
-    assert_same(left(model, optimizer), before)
-    protrain.save_checkpoint(tmp_path / "of one", model, optimizer)
-    steps(model, optimizer, (0, 1), usual, False)
-    assert_same(left(model, optimizer), after)
-    for found in on_ranks(2, save_and_go_on, tmp_path / "of one", False):
-        assert_same(found, (before, after))
 
 
 def beside_a_group_of_its_own(rank: int) -> Any:
@@ -275,27 +294,63 @@ def sum_without_a_plan(rank: int) -> None:
             model(rows(rank)).square().mean().backward()
 
 
+def two_backwards(rank: int) -> None:
+    model, _ = wrapped(OFFLOADED)
+    for seed in range(2):
+        loss_of(model, seed).backward()
+
+
+def two_forwards(rank: int) -> None:
+    model, _ = wrapped(OFFLOADED)
+    (loss_of(model, 0) - 0.5 * loss_of(model, 1)).backward()
+
+
+def a_term_of_weights_first(rank: int) -> None:
+    model, _ = wrapped(OFFLOADED)
+    with protrain.full_parameters(model):
+        term = sum(weight.square().sum() for weight in model.parameters())
+    (term + loss_of(model, 0)).backward()
+
+
+AVERAGES: dict[str, Callable[[list[Any]], Any]] = {
+    "all_reduce": lambda gradients: [dist.all_reduce(each) for each in gradients],
+    "all_gather": lambda gradients: dist.all_gather([torch.empty(1)] * 2, gradients[0]),
+    "flatten": _flatten_dense_tensors,  # as older loops do, to send all at once
+}
+
+
+def average_by(rank: int, how: str) -> None:
+    """A script averages gradients itself, as one without DistributedDataParallel does."""
+    model, _ = wrapped(OFFLOADED)
+    loss_of(model, 0).backward()
+    AVERAGES[how]([parameter.grad for parameter in model.parameters()])
+
+
 PARTED = r"^MisuseError: rank 1 came to {}, while rank 0 came to step\(\) after clipping"
-# the error of both ranks, what they run, and its arguments
-REFUSED: dict[str, tuple[str, Callable[..., object], tuple[Any, ...]]] = {
+# what both ranks run, its arguments, and the error of both
+REFUSED: dict[str, tuple[Callable[..., object], tuple[Any, ...], str]] = {
     "an error": (
-        "^(MisuseError: rank 1 has raised an .* in a forward, .*)?ArithmeticError: the script",
         fail_alone,
         (),
+        "^(MisuseError: rank 1 has raised an .* in a forward, .*)?ArithmeticError: the script",
     ),
-    "no step": (PARTED.format(r"state_dict\(\)"), part_in_the_last_step, ("no step",)),
-    "no clipping": (PARTED.format(r"step\(\) without clipping"), part_in_the_last_step, ("no clipping",)),
-    "another norm": ("^MisuseError: in the last step rank 1 multiplied", part_in_the_last_step, ("another norm",)),
-    "averages": (r"rank 0 came to AveragedWeights\.update\(\) with decay=0\.9", average_alone, ()),
-    "no planned sum": (r"^MisuseError(?=.*no_sync\(\))(?=.*accumulation)", sum_without_a_plan, ()),
-    "buffers of different shapes": ("another buffer than rank .*features", with_own_features, (False, 1)),
+    "no step": (part_in_the_last_step, ("no step",), PARTED.format(r"state_dict\(\)")),
+    "no clipping": (part_in_the_last_step, ("no clipping",), PARTED.format(r"step\(\) without clipping")),
+    "another norm": (part_in_the_last_step, ("another norm",), "^MisuseError: in the last step rank 1 multiplied"),
+    "averages": (average_alone, (), r"rank 0 came to AveragedWeights\.update\(\) with decay=0\.9"),
+    "no planned sum": (sum_without_a_plan, (), r"^MisuseError(?=.*no_sync\(\))(?=.*accumulation)"),
+    "buffers of different shapes": (with_own_features, (False, 1), "another buffer than rank .*features"),
+    "two backwards": (two_backwards, (), r"pass accumulation=2 or more to protrain\.wrap"),
+    "two forwards": (two_forwards, (), "wrap a module whose forward makes all calls of the model"),
+    "a term of weights first": (a_term_of_weights_first, (), "that is made of weights after the forward"),
+    **{how: (average_by, (how,), "all ranks already") for how in AVERAGES},
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_both_ranks_raise_an_error_and_none_waits_for_the_other(what: str) -> None:
-    said, script, args = REFUSED[what]
-    for error in on_ranks(2, error_of, script, *args):
+    script, args, said = REFUSED[what]
+    for error in errors_on(2, script, *args):
         assert re.search(said, error, flags=re.DOTALL), error
 
 
@@ -323,9 +378,6 @@ def test_a_refused_backward_has_updated_nothing(plan: str) -> None:
         assert_same(after, before)
 
 
-# -- ends, so these tests are the last ---------------------------------------------------------------------------------
-
-
 def save_beyond_the_group(rank: int, folder: Path) -> Any:
     group = dist.new_group()
     model, optimizer = wrapped(OFFLOADED, process_group=group)
@@ -344,19 +396,3 @@ def test_an_async_save_is_written_though_the_group_has_ended(tmp_path: Path) -> 
     protrain.load_checkpoint(tmp_path, model, optimizer)
     for state in states:
         assert_same(left(model, optimizer), state)
-
-
-def be_killed(rank: int) -> None:
-    model, optimizer = wrapped(ON_DEVICE)
-    train(model, optimizer, 1)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    train(model, optimizer, 100)
-
-
-def test_a_rank_that_dies_is_named() -> None:
-    """When a rank died, the others waited for half an hour or for ever."""
-    with pytest.raises(RankError) as caught:
-        on_ranks(2, be_killed)
-    assert caught.value.by_rank[1] == "the process died"
-    assert str(caught.value.by_rank[0]).startswith("MisuseError: rank 1 has")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import protrain
 from tests.regressions.plain import (
     OFFLOADED,
+    ON_DEVICE,
     WIDTH,
     Blocks,
     adamw,
@@ -23,6 +24,7 @@ from tests.regressions.plain import (
     left,
     rows,
     same_bits,
+    step,
     train,
     wrapped,
 )
@@ -52,6 +54,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "configuration": lambda block: block.config.update(power=2),
     "list": lambda block: block.factors.__setitem__(1, -1.0),
     "submodule": lambda block: setattr(block, "activation", nn.Tanh()),
+    "forward": lambda block: setattr(block, "forward", nn.Tanh()),
 }
 
 
@@ -64,11 +67,8 @@ def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: str) 
         first = model(rows())
         for block in model.get_submodule("blocks").children():
             CHANGES[change](block)
-        loss = first.square().mean() + model(rows(1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item(), *train(model, optimizer)]
+        loss = step(optimizer, first.square().mean() + model(rows(1)).square().mean())
+        return [loss, *train(model, optimizer)]
 
     check(script, plan, lambda: Blocks(Adapted))
 
@@ -81,10 +81,7 @@ def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(model: nn.M
     loss = model(rows()).square().mean()
     for handle in handles:
         handle.remove()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item(), *train(model, optimizer)]
+    return [step(optimizer, loss), *train(model, optimizer)]
 
 
 class Averaging(nn.Module):
@@ -119,10 +116,7 @@ def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, opti
     loss = model(rows()).square().mean()
     for name, buffer in model.named_buffers():
         buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return [*values, loss.item(), *train(model, optimizer)]
+    return [*values, step(optimizer, loss), *train(model, optimizer)]
 
 
 class Dropping(nn.Module):
@@ -158,15 +152,9 @@ def test_an_error_of_the_first_forward_names_the_module(plan: str) -> None:
 
     model = Words()
     memory = "40KiB" if plan == OFFLOADED else "4GiB"
+    batch = torch.tensor([3, 8])
     with pytest.raises(IndexError) as caught:
-        protrain.wrap(
-            model,
-            adamw(model),
-            example_batch=torch.tensor([3, 8]),
-            device="cpu",
-            device_memory=memory,
-            progress=False,
-        )
+        protrain.wrap(model, adamw(model), example_batch=batch, device="cpu", device_memory=memory, progress=False)
     assert re.search(r"\bwords\b", "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))
 
 
@@ -182,51 +170,40 @@ def counted() -> nn.Module:
     return Blocks(lambda: nn.Sequential(Counted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
 
 
-def batch(count: int) -> Tensor:
-    return rows(count=count)
+BATCH = rows(count=64)
 
 
-def steps(model: nn.Module, optimizer: Any) -> list[int]:
+def runs_of_steps(model: nn.Module, optimizer: Any) -> list[int]:
     """How often a block's layers run in a step."""
     runs = []
     for count in (64, 72, 64):
         Counted.runs = 0
-        model(batch(count)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(optimizer, model(rows(count=count)).square().mean())
         runs.append(Counted.runs)
     return runs
 
 
 def test_a_larger_batch_trains_with_every_block_recomputed_where_that_gives_the_room() -> None:
     """A batch that is larger than the planned one was refused even if there was room, or recomputation gave it."""
-    ample = wrapped("on the device", counted, batch=batch(64))
-    assert steps(*ample) == [4, 4, 4]
-    model = counted()
-    tight, optimizer = protrain.wrap(
-        model,
-        adamw(model),
-        example_batch=batch(64),
-        plan=ample[1].plan,
-        device="cpu",
-        device_memory=ample[1].plan.device_bytes,
-        progress=False,
-    )
+    ample = wrapped(ON_DEVICE, counted, BATCH)
+    plan = ample[1].plan
+    assert runs_of_steps(*ample) == [4, 4, 4]
+    tight = wrapped(ON_DEVICE, counted, BATCH, plan=plan, device_memory=plan.device_bytes)
     with pytest.warns(UserWarning, match=r"x has shape \(72, 16\), larger than the \(64, 16\).*recomputed"):
-        assert steps(tight, optimizer) == [4, 8, 4]
-    assert_same(left(tight, optimizer), left(*ample))
+        assert runs_of_steps(*tight) == [4, 8, 4]
+    assert_same(left(*tight), left(*ample))
 
 
 def test_a_batch_for_which_there_is_no_memory_is_refused_with_what_is_missing() -> None:
     """Where recomputation does not give the room, the error says how much is missing, and the training goes on."""
-    plan = wrapped(OFFLOADED, batch=batch(64))[1].plan
+    plan = wrapped(OFFLOADED, batch=BATCH)[1].plan
     found = []
     for refused in (True, False):
-        model, optimizer = wrapped(OFFLOADED, batch=batch(64), device_memory=plan.device_bytes if refused else "4GiB")
+        model, optimizer = wrapped(OFFLOADED, batch=BATCH, device_memory=plan.device_bytes if refused else "4GiB")
         if refused:
             with pytest.raises(protrain.MisuseError, match=r"x has shape \(96, 16\), larger .* are free"):
-                model(batch(96))
-        model(batch(64)).square().mean().backward()
+                model(rows(count=96))
+        model(BATCH).square().mean().backward()
         optimizer.step()
         found.append(left(model, optimizer))
     assert_same(*found)

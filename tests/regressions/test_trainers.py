@@ -14,19 +14,16 @@ import torch
 
 import protrain
 from tests.regressions.plain import assert_same
+from tests.tiny_models import VOCABULARY, tiny
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
-WORDS = 96
-SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return tiny("llama", **SPECIAL)
 
 
 def given(folder: Path, **more: Any) -> dict[str, Any]:
@@ -106,7 +103,7 @@ class Collator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         self.calls += 1
         ids = torch.tensor([row["input_ids"] for row in rows])
-        return {"input_ids": ids, "labels": torch.randint(self.calls, WORDS, ids.shape, generator=self.generator)}
+        return {"input_ids": ids, "labels": torch.randint(self.calls, VOCABULARY, ids.shape, generator=self.generator)}
 
 
 def test_what_collator_and_trainer_count_and_draw_is_as_without_protrain(tmp_path: Path) -> None:
@@ -155,7 +152,7 @@ def tokenizer() -> Any:
     from tokenizers.pre_tokenizers import Whitespace
 
     marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    words = [*marks.values(), *(f"w{index}" for index in range(WORDS - len(marks)))]
+    words = [*marks.values(), *(f"w{index}" for index in range(VOCABULARY - len(marks)))]
     made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **marks)

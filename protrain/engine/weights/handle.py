@@ -53,7 +53,7 @@ class Handle:
 
 _GETTERS = """
     shape dtype device requires_grad is_leaf ndim layout grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr
-    is_quantized is_mkldnn is_nested output_nr names itemsize nbytes is_xla is_mps is_xpu is_hpu is_vulkan is_ipu
+    is_quantized is_mkldnn is_nested output_nr itemsize nbytes is_xla is_mps is_xpu is_vulkan is_ipu
     is_maia is_mtia retains_grad _backward_hooks _post_accumulate_grad_hooks _version
 """
 _METHODS = """
@@ -68,8 +68,8 @@ _PATTERNS = {
 _LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 METADATA: frozenset[Any] = frozenset(
     (
-        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS.split() if hasattr(torch.Tensor, name)),
-        *(getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)),
+        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS.split()),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
         *(torch.is_floating_point, torch.numel, torch.is_complex),
     )
 )
@@ -95,6 +95,7 @@ HOOKS = frozenset(
     {
         torch.Tensor.register_hook,
         torch.Tensor.requires_grad_,
+        torch.Tensor.detach_,  # it freezes a parameter, as requires_grad_(False) does
         torch.Tensor.register_post_accumulate_grad_hook,
         *(
             getattr(torch.Tensor, name).__set__

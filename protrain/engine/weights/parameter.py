@@ -53,7 +53,9 @@ class PresentParameter(nn.Parameter):
 
         peft does so in the forward of a layer with ``target_parameters``.
         """
-        return self if source is self else super().set_(source, *args, **kwargs)
+        if source is not self:
+            raise memory_error(self.protrain_handle.name, "set_")
+        return self
 
     @property
     def grad(self) -> Tensor | None:
@@ -210,6 +212,14 @@ def edit_error(name: str, how: str) -> MisuseError:
         f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
         "inside it, which takes one parameter in place of the model, too, between steps, and never in a forward. Where "
         f"the model itself does so: {NO_WRITES}"
+    )
+
+
+def memory_error(name: str, what: str) -> MisuseError:
+    """The error for ``what``, a method that reads or replaces the memory of the parameter ``name``."""
+    return MisuseError(
+        f"the memory of {name} cannot be read or replaced ({what}), as it moves in every step: read the values with "
+        "parameter.detach().clone(), or edit them inside `with protrain.full_parameters(model):`"
     )
 
 

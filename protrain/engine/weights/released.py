@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,11 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.states.parameter_state import read_weight
 from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, Handle, as_contiguous, on_itself
-from protrain.engine.weights.parameter import PresentParameter, edit_error
+from protrain.engine.weights.parameter import PresentParameter, edit_error, memory_error, set_data
 from protrain.engine.weights.views import ViewForm, storage_address
 
 # Methods that give a tensor other memory, or hand out its own.
-_MEMORY = frozenset(
-    getattr(Tensor, name)
-    for name in ("set_", "resize_", "resize_as_", "share_memory_", "untyped_storage", "storage", "_typed_storage")
-)
+_MEMORY = frozenset(getattr(Tensor, name) for name in ("share_memory_", "untyped_storage", "storage", "_typed_storage"))
 
 
 class ReleasedParameter(PresentParameter):
@@ -65,13 +61,9 @@ class ReleasedParameter(PresentParameter):
         if func is Tensor.view_as and args[1] is args[0] and torch.is_grad_enabled() and self.requires_grad:
             # Autograd asks so for the node of a parameter (register_multi_grad_hook, get_gradient_edge), and expects
             # that what it gets has been made by one operation.
-            return _copy_by_one_operation(self)
+            return _read(lambda parameter: parameter, args[:1], {})
         if func in _MEMORY:
-            raise MisuseError(
-                f"the memory of {handle.name} cannot be read or replaced ({func.__name__}), as it moves in every step: "
-                "read the values with parameter.detach().clone(), or edit them inside `with "
-                "protrain.full_parameters(model):`"
-            )
+            raise memory_error(handle.name, func.__name__)
         return _read(func, args, kwargs)
 
 
@@ -164,32 +156,18 @@ def weight_of(handle: Handle) -> Tensor:
     return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
 
 
-def _copy_by_one_operation(parameter: ReleasedParameter) -> WeightCopy:
-    """A copy of the weight whose node in the graph is one of autograd's own, next to the parameter's.
-
-    In torch 2.11 the node of an ``autograd.Function`` does not know the next nodes once its result is gone.
-    """
-    handle = parameter.protrain_handle
-    with torch._C.DisableTorchFunctionSubclass():
-        copy: Any = parameter.clone(memory_format=torch.contiguous_format)
-        copy.detach().copy_(weight_of(handle))
-    copy.__class__ = WeightCopy
-    copy.protrain_source = _Source.now(handle)
-    return copy
-
-
-class _Copied(torch.autograd.Function):
-    """A copy of a weight, which ``copy`` makes. Its gradient, on the parameter's device, is that of the parameter."""
+class _OnCPU(torch.autograd.Function):
+    """A view of ``full``, the copy of a weight on the CPU. Its gradient, moved to the device, is the parameter's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, source: _Source, copy: Callable[[], Tensor]) -> Tensor:
-        ctx.source = source
-        return copy()
+    def forward(ctx: Any, parameter: Tensor, full: Tensor, source: _Source) -> Tensor:
+        ctx.device, ctx.source = parameter.device, source
+        return full.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.source.check("backward through a copy of")
-        return gradients[0].to(ctx.source.handle.engine.memory.device), None, None
+        return gradients[0].to(ctx.device), None, None
 
 
 def _viewed(leaf: Any) -> Any:
@@ -201,7 +179,7 @@ def _viewed(leaf: Any) -> Any:
     known = leaf.protrain_view
     if known is not None and known[0] is full and known[1] == source.weights_version:
         return known[2]
-    view = _Copied.apply(leaf, source, full.detach)
+    view = _OnCPU.apply(leaf, full, source)
     if source.handle.engine.memory.device.type != "cpu":
         leaf.protrain_view = full, source.weights_version, view
     return view
@@ -211,9 +189,11 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Run ``func`` with copies in place of the released parameters among its arguments."""
     copies = _Copies()
     args, kwargs = map_leaves(copies.given, (args, kwargs))
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
     with copies.saving():
         result = func(*args, **kwargs)
-    copies.refuse_writes()
+    copies.refuse_writes(tensors_in((*args, *kwargs.values())[:1]) if is_in_place else [])
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
     return map_leaves(copies.handed_out, result)
@@ -222,7 +202,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _reads_no_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     """Whether ``func`` reads the shape, the type and the device of a released parameter, and values of none."""
     at = PATTERNS.get(func)
-    if at is None or at >= len(args):
+    if at is None:
         return False
     others = tensors_in((*args[:at], *args[at + 1 :], kwargs))
     return not any(isinstance(tensor, ReleasedParameter | WeightCopy) for tensor in others)
@@ -254,51 +234,56 @@ class _Copies:
         """A context in which autograd saves no copies of weights. Inside a unit the hooks of its frame do that."""
         graph = any(tensor.requires_grad for tensor, _, _ in self._versions)
         hooks: Any = torch._C._autograd
-        if not graph or not hooks._saved_tensors_hooks_is_enabled():
-            return nullcontext()
-        if hooks._top_saved_tensors_default_hooks(True) is not None:
-            return nullcontext()
-        return saved_tensors_hooks(self._pack, _unpack)
+        free = hooks._saved_tensors_hooks_is_enabled() and hooks._top_saved_tensors_default_hooks(True) is None
+        return saved_tensors_hooks(self._pack, _unpack) if graph and free else nullcontext()
 
-    def refuse_writes(self) -> None:
-        """MisuseError if the operation has written into a copy, as the weight would not change."""
+    def refuse_writes(self, changed: list[Tensor]) -> None:
+        """MisuseError if the operation has written into a copy, as the weight would not change.
+
+        Its name tells that it has ``changed`` some of its arguments. Versions do not tell it of fused operations, and
+        of operations on lists they do not under a dispatch mode.
+        """
         for tensor, version, source in self._versions:
-            if tensor._version != version:
+            if _version(tensor) != version or any(tensor is each for each in changed):
                 raise edit_error(source.handle.name, "changed in place")
 
     def handed_out(self, leaf: Any) -> Any:
         """What the script gets for a result of the operation: a WeightCopy if that shares memory with a copy."""
         source = self._source_of(leaf)
-        if source is None:
-            return leaf
-        with torch._C.DisableTorchFunctionSubclass():
-            copy = leaf.as_subclass(WeightCopy)
-        copy.protrain_source = source
-        return copy
+        if source is not None:
+            leaf.__class__ = WeightCopy
+            leaf.protrain_source = source
+        return leaf
 
     def _copy(self, parameter: ReleasedParameter) -> Tensor:
         source = _Source.now(parameter.protrain_handle)
-        with torch.inference_mode(False):  # tensors made in inference mode have no versions
+        # Tensors that are made in inference mode have no versions.
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            copy = weight_of(source.handle)
             if torch.is_grad_enabled() and parameter.requires_grad:
-                copy: Tensor = _Copied.apply(parameter, source, partial(weight_of, source.handle))
-            else:
-                copy = weight_of(source.handle)
+                # This takes no memory, and is no view for autograd, so that it has a version of its own.
+                in_graph = torch.ops.aten._unsafe_view(parameter, parameter.shape)
+                set_data(in_graph, copy)
+                copy = in_graph
         return self._watched(copy, source)
 
     def _watched(self, tensor: Tensor, source: _Source) -> Tensor:
         self._sources[storage_address(tensor)] = source
         self.buffers = source.handle.engine.buffers
-        self._versions.append((tensor, tensor._version, source))
+        self._versions.append((tensor, _version(tensor), source))
         return tensor
 
     def _source_of(self, leaf: Any) -> _Source | None:
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
-            return None
-        return self._sources.get(storage_address(leaf)) if leaf.numel() else None
+        return self._sources.get(storage_address(leaf)) if isinstance(leaf, Tensor) and leaf.numel() else None
 
     def _pack(self, tensor: Tensor) -> Any:
         source = self._source_of(tensor)
         return tensor.detach() if source is None else (source, ViewForm.of(tensor))
+
+
+def _version(tensor: Tensor) -> int:
+    """The version of ``tensor``. A view of another type that is made in inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _unpack(packed: Any) -> Tensor:

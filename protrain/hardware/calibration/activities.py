@@ -292,9 +292,7 @@ def streaming(device: torch.device, chunk: AdamChunk) -> Activity:
     staging = AdamStaging(device)
 
     def update() -> None:
-        done = streamed_adam(*chunk, _STEP, staging)
-        if done is not None:
-            torch.cuda.current_stream(device).wait_event(done)
+        streamed_adam(*chunk, _STEP, staging).wait(staging.api.current_stream(device))
 
     return on_device(update, chunk.weight.numel() / 1e9, device)
 
