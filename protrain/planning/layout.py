@@ -277,8 +277,8 @@ def pack(profile: ModelProfile, chunk_elements: int | None = None, world_size: i
 def choose_chunk_elements(profile: ModelProfile) -> int:
     """The chunk size that wastes the least capacity, by packing over a grid (paper section 3); ties go to the smaller.
 
-    The grid holds the sizes of units, their simple multiples and fractions, each also with room for the small units
-    between blocks, and even steps. It begins at about the size of a block: see [Note: how large a chunk is].
+    The grid holds the sizes of units, each also with room for the small units between blocks, and even steps. It begins
+    at about the size of a block: see [Note: how large a chunk is].
     Parameters that are much larger than such a chunk do not count: see [Note: large parameters].
     """
     usual = _choose(profile, large=max((align(parameter.numel) for parameter in profile.parameters), default=0))
@@ -305,10 +305,7 @@ def _choose(profile: ModelProfile, *, large: int) -> int:
     upper = max(lower + lower // 4, block, min(wanted, FULL_RATE_ELEMENTS))
     candidates = {lower}
     for size in {size for size in sizes if size}:
-        small = sum(other for other in sizes if other * 16 <= size)
-        for numerator, denominator in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (1, 4)):
-            part = align(-(-size * numerator // denominator))
-            candidates.update((part, part + small))
+        candidates.update((size, size + sum(other for other in sizes if other * 16 <= size)))
     candidates.update(align(lower + (upper - lower) * step // _GRID_STEPS) for step in range(_GRID_STEPS + 1))
 
     def wasted(elements: int) -> tuple[int, int]:

@@ -169,13 +169,10 @@ class Fetches:
         still valid, as in the forwards of a step of several batches that follow its first.
         """
         pool = _Pool(self, n_persist, (n_buffer, self._n_large[n_persist]))
-        if not after_update:
-            pool.step()
-        elif not all(self._trainable[n_persist:]):  # only frozen chunks are still valid after the step before
-            pool.step()
-            for kind in pool.present:
-                for chunk in [chunk for chunk in kind if self._trainable[chunk]]:
-                    del kind[chunk]
+        pool.step()  # the step before
+        for kind in pool.present:
+            for chunk in [chunk for chunk in kind if after_update and self._trainable[chunk]]:
+                del kind[chunk]
         return pool.step()
 
 

@@ -101,12 +101,6 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     layout = memory.layout
     n_chunks = len(layout.chunks)
     modes = (CKPT,) * 3
-    sizes = [state_bytes(chunk, traced) + 4 * chunk.elements for chunk in layout.chunks]  # with gradients in fp32
-    for n_persist in range(n_chunks + 1):
-        parts = memory.static_parts(n_persist, 0)
-        assert parts["persistent chunks"] == sum(sizes[:n_persist])
-        host = memory.host_bytes(placed(n_persist, 1), modes) - memory.host_bytes(placed(n_chunks, 0), modes)
-        assert host == sum(sizes[n_persist:])
     several = _model(replace(traced, accumulation=2))
     for n_persist in range(n_chunks):
         # A sum of 4 bytes takes the place of the gradient of fp32. It passes through three buffers.
@@ -151,7 +145,7 @@ def memory_of(world_size: int, profile: ModelProfile, hardware: HardwareProfile 
     return MemoryModel(profile, machine, pack(profile, CHUNK, world_size), **options)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_rank_has_its_part_of_the_states(world_size: int, accumulation: int) -> None:
     profile = replace(make_profile(4), accumulation=accumulation)

@@ -12,13 +12,10 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.common.tables import parse_memory
-from protrain.hardware.profile import HardwareProfile
 from protrain.planning import check, evaluate, search
-from protrain.planning.plan import Counts
 from protrain.planning.rates import slower_share
 from protrain.planning.simulate import Run
-from protrain.profiler.model_profile import ModelProfile
-from tests.planning.brute_force import N, as_measured, large_vocabulary, random_machine, random_profile, that_streams
+from tests.planning.brute_force import large_vocabulary, random_machine
 from tests.planning.machines import H100, judge_as_calibrated, with_host
 from tests.planning.models import GIB, LONG, MIB, machine, make_profile
 
@@ -103,45 +100,6 @@ def test_infeasible_on_the_host_names_the_host_memory_that_fits() -> None:
     enough = str(raised.value).split("host_memory of at least ")[1].split(" ")[0]
     plan = search(traced, machine("3GiB", enough))
     assert plan.host_bytes <= parse_memory(enough, name="host")
-
-
-# By seed: the plan, its milliseconds, and its bytes on the device and in host memory. Counts and bytes are from before
-# there were ranks.
-PLANS = [
-    (0, (7, 0, 1, 0, 0, 0, 0, 0), 201.7161881843312, 2019897344, 14170624),  # two batches, updates inside backward
-    (7, (3, 1, 0, 1, 1, 0, 0, 0), 9.507385336701056, 738329600, 81282048),  # on a CPU
-    (8, (0, 5, 0, 4, 0, 3, 0, 5), 450.51275569160055, 1323703808, 667950592),  # three batches, streamed updates
-    (11, (1, 2, 4, 0, 0, 3, 1, 0), 24.895510117084303, 527377408, 877939712),  # swapped blocks, one weight alone
-    (24, (4, 4, 0, 2, 0, 1, 0, 0), 112.4600346578903, 1648802304, 571488768),  # streamed updates
-    (28, (1, 1, 3, 0, 0, 2, 0, 0), 66.94191293486057, 671884800, 916472832),  # swapped blocks, speculative updates
-    (31, (8, 0, 0, 0, 0, 0, 0, 0), 182.2261817867328, 2068066304, 1060864),  # everything on the device
-    (75, (0, 1, 0, 6, 0, 0, 0, 0), 73.45930157853468, 775828480, 873477120),  # nothing on the device
-]
-
-
-def case(seed: int) -> tuple[ModelProfile, HardwareProfile, bool]:
-    """A random model and machine, and whether updates run inside backward."""
-    draw = random.Random(seed)
-    profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
-    hardware = random_machine(draw)
-    if draw.random() < 0.5:
-        hardware = that_streams(hardware)
-    if draw.random() < 0.2:
-        hardware = replace(hardware, device_type="cpu")
-    accumulation, inside = draw.choice([1, 1, 2, 3]), draw.random() < 0.3
-    return replace(profile, accumulation=accumulation), hardware, inside
-
-
-@pytest.mark.parametrize(("seed", "counts", "step_ms", "device_bytes", "host_bytes"), PLANS)
-def test_plans_of_one_rank_are_what_they_were(
-    seed: int, counts: tuple[int, ...], step_ms: float, device_bytes: int, host_bytes: int
-) -> None:
-    profile, hardware, inside = case(seed)
-    plan = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
-    assert plan.counts == Counts(*counts)
-    # Sums of floating-point numbers may differ by rounding between versions of NumPy.
-    assert plan.step_ms == pytest.approx(step_ms, rel=1e-12)
-    assert (plan.device_bytes, plan.host_bytes, plan.world_size) == (device_bytes, host_bytes, 1)
 
 
 def test_a_plan_with_memory_to_spare_loses_little_where_steps_are_clipped() -> None:

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,15 +22,14 @@ from tests.planning.brute_force import N, as_measured, margin, random_machine, r
 from tests.planning.models import LONG, machine, make_profile, with_attention
 
 Case = tuple[ModelProfile, HardwareProfile]
-TIES = 1.005  # among plans that are this close, the search prefers the plan with fewer transfers
-SMALL = (0, 1, 3, 4, 5, 6)  # seeds of small models that have a plan
+TIES = 1.005  # the search may miss a better neighbour by so much
 # By mechanism, the seed of a small model whose plan uses it. That of weight-only updates is of another kind.
 USING = {"n_swap": 13, "n_ckpt_swap": 9, "n_speculate": 22, "n_weight_only": 28, "stream": 13, "keep_attention": 5}
 SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
 HELPLESS_HOST: dict[str, Any] = {"host_adam_gparams": 0.8, "streamed_adam_gparams": None}
 FAST_LINK: dict[str, Any] = {"h2d_gbps": 500.0, "d2h_gbps": 500.0, "bidirectional_gbps": 1000.0}
 SLOW_LINK: dict[str, Any] = {"h2d_gbps": 5.0, "d2h_gbps": 5.0, "bidirectional_gbps": 8.0}
-EQUAL_BLOCKS: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], Case]] = {
     "speculates": lambda: (make_profile(12, ms=2.0), machine("1200MiB", "3GiB", **HELPLESS_HOST)),
     "streams": lambda: (make_profile(12, ms=2.0), machine("1200MiB", "3GiB", **SLOW_HOST)),
     "swaps": lambda: (make_profile(6, ms=200.0), machine("2200MiB", "20GiB", **FAST_LINK)),
@@ -52,9 +51,6 @@ def small_case(seed: int) -> Case:
     return (with_attention(profile, 0.4, 16) if draw.random() < 0.3 else profile), hardware
 
 
-CASES: dict[str, Callable[[], Case]] = {f"small {seed}": partial(small_case, seed) for seed in SMALL} | EQUAL_BLOCKS
-
-
 @cache
 def found_for(name: str) -> Plan:
     """The plan of one of ``CASES``."""
@@ -62,7 +58,7 @@ def found_for(name: str) -> Plan:
 
 
 def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, counts: Counts | None = None) -> float:
-    """What the search judges ``plan`` or ``counts`` by, small shares aside: [Note: what a plan is judged by]."""
+    """What the search judges ``plan`` or ``counts`` by: [Note: what a plan is judged by]."""
     models, counts = Models.of(plan, profile, hardware), counts or plan.counts
     judged_ms = models.judged_ms(models.modes(counts), counts)
     return judged_ms * margin(counts, plan.n_chunks, keep_attention=plan.keep_attention)
@@ -85,7 +81,7 @@ def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
     assert n_feasible > 0
 
 
-@pytest.mark.parametrize("name", ["small 0", "streams", "keeps attention"])
+@pytest.mark.parametrize("name", ["streams", "keeps attention"])
 def test_the_same_question_has_the_same_answer(name: str) -> None:
     assert search(*CASES[name]()) == found_for(name)
 
@@ -118,13 +114,6 @@ def test_a_known_plan_is_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
         search(profile, hardware, chunk_elements=N)
     found = search(profile, hardware, chunk_elements=N, known=[known])
     assert score_ms(found, profile, hardware) <= TIES * score_ms(known, profile, hardware)
-
-
-def test_to_recompute_fewer_blocks_is_tried_alone() -> None:
-    """Otherwise the search ends where all 20 blocks are recomputed, at a plan that is 0.9% worse."""
-    profile, hardware = make_profile(20, ms=2.0), machine("2000MiB", "4GiB", host_adam_gparams=0.2)
-    known = evaluate(profile, hardware, n_persist=9, n_buffer=2, n_swap=0, n_ckpt=19, n_ckpt_swap=19, n_speculate=2)
-    assert score_ms(search(profile, hardware), profile, hardware) <= TIES * score_ms(known, profile, hardware)
 
 
 @pytest.mark.parametrize("name", USING)
