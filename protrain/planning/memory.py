@@ -115,7 +115,6 @@ class MemoryModel:
         self._segments = Segments.of(profile, packs)
         self.activations = cache(self._activations_of)
         self.offloads = cache(self._offloads_of)
-        self.most_buffers = cache(self._most_buffers_of)
 
     def _summed_elements(self, n_persist: int, n_device_sum: int) -> int:
         """The elements of this rank in the sums on the device of chunks in host memory."""
@@ -131,17 +130,12 @@ class MemoryModel:
         """Host memory of the gradients that finished sums on the device become."""
         return self.profile.element_bytes * self._summed_elements(n_persist, n_device_sum)
 
-    def _most_buffers_of(self, n_persist: int, n_device_sum: int, n_swap: int, n_ckpt: int) -> tuple[Bytes, Bytes]:
-        """The chunk buffers that fit (-1 if the plan does not), and the host memory of what is swapped or offloaded.
-
-        Both are arrays by the number of input offloads.
-        """
-        margined_bytes, swapped_bytes = self.offloads(n_swap, n_ckpt)
+    def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_device_sum: int = 0) -> Bytes:
+        """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
         least, most = self.least_buffers[n_persist], self.all_buffers[n_persist]
         free = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_device_sum) - margined_bytes
         n_buffer = np.minimum(most, least + free // max(1, self._buffer_bytes[n_persist]))
-        fits_host = self.least_host_bytes(n_persist, 0, n_device_sum) + swapped_bytes <= self.hardware.host_bytes
-        return np.where((free < 0) | ~fits_host, -1, n_buffer), swapped_bytes
+        return np.where(free < 0, -1, n_buffer)
 
     def static_bytes(self, n_persist: int, n_buffer: int, n_device_sum: int = 0) -> int:
         """Device memory that is taken for the whole training."""

@@ -13,9 +13,10 @@ make a step slower, so a plan has all that fit. Speculative updates compute only
 for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
-(``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory: ``_MUST_GAIN``. A
-clipped step makes every speculative update twice, and plans expect that a few steps are clipped. So a plan with device
-memory to spare keeps more chunks there.
+(``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory:
+``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
+since a transfer may be late. A clipped step makes every speculative update twice, and plans expect that a few steps are
+clipped. So a plan with device memory to spare keeps more chunks there.
 
 If the whole training fits on the device, another plan must save ``_MOVING_MUST_GAIN``. An update on the host saves at
 most about the bandwidth of the host's memory divided by that of the device's, 4% to 5% on an H100. It can cost far
@@ -27,6 +28,7 @@ of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, benc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -39,14 +41,22 @@ from protrain.planning.layout import pack
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.planning.ranges import ranges
+from protrain.planning.segments import Bytes
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
 _MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _MOVING_MUST_GAIN = 0.05
+_PER_CHUNK = {
+    "n_persist": -0.005,
+    "n_speculate": 0.001,
+    "n_device_sum": 0.001,
+}  # shares of a step if the integer counts all chunks
+_PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 8  # the numbers of persistent chunks on the grid
 _VALUES = 64  # the grid has so many values of other integers, divided by the number of chunks or blocks; two at least
 _FIRST_STEP = 3  # the first step is the number of chunks or blocks divided by this
+_GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
 # By how many steps each integer changes. n_ckpt_swap is not among them, as it follows from the others.
 _DIRECTIONS = [
@@ -109,6 +119,7 @@ class _Search:
         *,
         step_during_backward: bool,
     ) -> None:
+        self._hardware = hardware
         self._n_starts = n_starts
         layout = pack(profile, chunk_elements, hardware.world_size)
         attends = any(block.attention_bytes for block in profile.blocks)
@@ -118,6 +129,7 @@ class _Search:
         }
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
         self._scores_ms: dict[tuple[bool, Counts], float] = {}
+        self._roomy = cache(self._roomy_of)
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
@@ -162,28 +174,49 @@ class _Search:
             if keeps in self._models and (counts := self._fitted(keeps, plan.counts)):
                 yield self._scored(keeps, counts)
 
-    def _fitted(self, keeps: bool, wanted: Counts) -> Counts | None:
+    def _fitted(self, keeps: bool, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """The plan nearest to ``wanted`` that fits the memory, None if there is none.
 
-        It offloads as few inputs as make room for the wanted number of buffers, or for as many as possible, and takes
-        all buffers that fit.
+        With ``more_ckpt`` it recomputes as few more blocks as make room for the wanted number of buffers, or for as
+        many as possible. Then it offloads as few inputs as make room for them, and takes all buffers that fit.
         """
         models = self._models[keeps]
         allowed, memory = ranges(wanted, models), models.memory
         if any(allowed[name].why_not(getattr(wanted, name)) for name in ("n_persist", "n_swap", "n_ckpt")):
             return None
-        n_persist, n_swap, n_ckpt = wanted.n_persist, wanted.n_swap, wanted.n_ckpt
+        n_persist, n_swap = wanted.n_persist, wanted.n_swap
         n_sum = allowed["n_device_sum"].nearest(wanted.n_device_sum)
-        n_buffer, swapped_bytes = memory.most_buffers(n_persist, n_sum, n_swap, n_ckpt)
+        enough = allowed["n_buffer"].nearest(wanted.n_buffer)
+        most_ckpt = allowed["n_ckpt"].most if more_ckpt else wanted.n_ckpt
+        n_ckpt, n_buffer, swapped_bytes = self._roomy(keeps, enough, n_persist, n_sum, n_swap, wanted.n_ckpt, most_ckpt)
         most = int(n_buffer.max())
         if most < 0:
             return None
-        enough = allowed["n_buffer"].nearest(wanted.n_buffer)
         n_ckpt_swap = int(np.argmax(n_buffer >= min(enough, most)))  # the fewest
         n_speculate = allowed["n_speculate"].nearest(wanted.n_speculate) if models.runtime.steps.speculates else 0
         n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
         n_weight_only, buffers = min(max(wanted.n_weight_only, least), n_speculate), int(n_buffer[n_ckpt_swap])
         return Counts(n_persist, buffers, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)
+
+    def _roomy_of(
+        self, keeps: bool, enough: int, n_persist: int, n_device_sum: int, n_swap: int, least_ckpt: int, most_ckpt: int
+    ) -> tuple[int, Bytes, Bytes]:
+        """The fewest recomputed blocks that make room for ``enough`` buffers, or for as many as possible.
+
+        Returns:
+            n_ckpt, and two arrays by the number of offloaded inputs: the number of buffers that fit (-1 if the plan
+            does not fit), and the host memory of offloaded inputs and swapped activations.
+        """
+        memory, found = self._models[keeps].memory, []
+        host_bytes = memory.least_host_bytes(n_persist, 0, n_device_sum)
+        for n_ckpt in range(least_ckpt, most_ckpt + 1):
+            margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
+            fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
+            n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes, n_device_sum), -1)
+            found.append((n_ckpt, n_buffer, swapped_bytes))
+            if n_buffer.max() >= enough:
+                return found[-1]
+        return max(found, key=lambda room: int(room[1].max()))
 
     def _scored(self, keeps: bool, counts: Counts, limit_ms: float = inf) -> _Found:
         """``counts`` with their score, which is infinite if it is clear without a simulation that it is too long."""
@@ -197,13 +230,16 @@ class _Search:
 
     def _descended(self, best: _Found, step: int) -> _Found:
         """The plan to which ``best`` improves with changes by ``step``."""
+        gain = _GAIN * (step > 1)
         improved = True
         while improved:
             improved = False
             for direction in _DIRECTIONS:
-                while counts := self._fitted(best.keeps, _moved(best.counts, direction, step)):
-                    found = self._scored(best.keeps, counts, best.score_ms)
-                    if found.score_ms >= best.score_ms:
+                more_ckpt = direction.get("n_ckpt", 0) >= 0
+                while counts := self._fitted(best.keeps, _moved(best.counts, direction, step), more_ckpt=more_ckpt):
+                    limit_ms = best.score_ms * (1 - gain)
+                    found = self._scored(best.keeps, counts, limit_ms)
+                    if found.score_ms >= limit_ms:
                         break
                     best, improved = found, True
         return best
@@ -225,4 +261,5 @@ def _share(counts: Counts, models: Models) -> float:
     share = 1.0 + sum(gain for name, gain in _MUST_GAIN.items() if used[name])
     if counts.n_persist < models.n_chunks or counts.n_ckpt or counts.n_swap:
         share += _MOVING_MUST_GAIN
-    return share
+    share += sum(each * used[name] for name, each in _PER_CHUNK.items()) / max(1, models.n_chunks)
+    return share + sum(each * used[name] for name, each in _PER_BLOCK.items()) / max(1, models.n_blocks)

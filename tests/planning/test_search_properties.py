@@ -22,7 +22,7 @@ from tests.planning.brute_force import N, as_measured, margin, random_machine, r
 from tests.planning.models import LONG, machine, make_profile, with_attention
 
 Case = tuple[ModelProfile, HardwareProfile]
-TIES = 1.005  # the search may miss a better neighbour by so much
+TIES = 1.005  # among plans that are this close, the search prefers the plan with fewer transfers
 # By mechanism, the seed of a small model whose plan uses it. That of weight-only updates is of another kind.
 USING = {"n_swap": 13, "n_ckpt_swap": 9, "n_speculate": 22, "n_weight_only": 28, "stream": 13, "keep_attention": 5}
 SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
@@ -58,7 +58,7 @@ def found_for(name: str) -> Plan:
 
 
 def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, counts: Counts | None = None) -> float:
-    """What the search judges ``plan`` or ``counts`` by: [Note: what a plan is judged by]."""
+    """What the search judges ``plan`` or ``counts`` by, small shares aside: [Note: what a plan is judged by]."""
     models, counts = Models.of(plan, profile, hardware), counts or plan.counts
     judged_ms = models.judged_ms(models.modes(counts), counts)
     return judged_ms * margin(counts, plan.n_chunks, keep_attention=plan.keep_attention)
