@@ -6,6 +6,7 @@ The frameworks pin old libraries, so they are not installed here. Modules with t
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -57,11 +58,8 @@ def test_any_trainer_trains_within_limits(tmp_path: Path) -> None:
 
 
 def _file(name: str) -> dict[str, Any]:
-    """What the file ``name`` that the documents have defines, once it has run."""
-    page = (Path(__file__).parents[2] / "docs/clients.md").read_text(encoding="utf-8")
-    defined: dict[str, Any] = {}
-    exec(page.partition(f"# {name}")[2].partition("```")[0].partition("\n")[2], defined)
-    return defined
+    """What the file ``name`` of the examples defines, once it has run."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples/frameworks" / name))
 
 
 def test_llamafactory(monkeypatch: pytest.MonkeyPatch) -> None:
