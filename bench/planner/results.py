@@ -78,4 +78,4 @@ class Results(Record):
     device: str
     versions: dict[str, str]
     cases: tuple[CaseResult, ...]
-    slow_link: dict[str, float] | None = None  # see ``bench.train.task.Task.link_gbps``
+    slow_link: dict[str, float] | None = None  # of a record that was made beside a load on the links

@@ -83,8 +83,6 @@ class Comparison(Record):
     dtype: str
     task: Task
     outcomes: tuple[Outcome, ...]
-    dram_load: dict[str, float] | None = None  # see ``Task.host_share``
-    slow_link: dict[str, float] | None = None  # see ``Task.link_gbps``
 
     @property
     def device(self) -> str:

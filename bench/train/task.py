@@ -35,8 +35,6 @@ class Task(Record):
     learning_rate: float = 1e-4
     device_memory: str | None = None  # of each GPU, for every contestant, cached blocks included
     host_memory: str | None = None  # of the machine, for all GPUs together
-    host_share: float = 1.0  # of its AdamW rate, in records that were made beside a load on the host; none is made now
-    link_gbps: float | None = None  # likewise, in records that were made beside a load on the links to the GPUs
     gpus: int = 1  # a process each, with a batch of its own
     lora: str | None = None  # an adapter of peft, as for `protrain plan --lora`; the model itself is frozen
     quantised: str | None = None  # "nf4": the linear layers of the frozen blocks have 4-bit weights
