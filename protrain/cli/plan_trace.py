@@ -35,8 +35,8 @@ def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], Non
     Measuring takes at most ``device_bytes``.
     """
     loaded, device = _architecture(step), torch.device(step.device_type)
-    embeddings: Any = loaded.model.get_input_embeddings()  # type: ignore[operator]
-    token_bytes = getattr(embeddings, "embedding_dim", 1) * DTYPES[step.dtype].itemsize
+    whole: Any = loaded.model
+    token_bytes = getattr(whole.get_input_embeddings(), "embedding_dim", 1) * DTYPES[step.dtype].itemsize
     if step.batch * (step.sequence or loaded.sequence) * token_bytes > device_bytes:
         return None  # before what no plan can hold is made
     model, example, how = _prepared(step, loaded, on_meta=False)

@@ -170,4 +170,5 @@ def test_chunks_that_are_updated_inside_backward_share_memory_for_their_gradient
 def test_several_gpus(size: int, family: str, dtype: str) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    check(size, steps=10, **of_family(family, dtype=dtype, reduction="mean", device="cuda"))
+    reduction = "sum" if dtype == "float16" else "mean"  # half of a subnormal gradient is rounded
+    check(size, steps=10, **of_family(family, dtype=dtype, reduction=reduction, device="cuda"))
