@@ -85,11 +85,10 @@ def main() -> int:
 
 def run(job: Job, device: torch.device, out: Path) -> Outcome:
     """Build the contestant, warm up, and time its steps. What is known by then goes to ``out`` on the way."""
-    batches = torch.load(job.tokens)
-    if KINDS[job.contestant.kind].one_process:  # the rows of all GPUs, for one micro-batch after another
-        batches = batches.unflatten(2, (job.task.accumulation, -1)).transpose(1, 2).flatten(1, 3).to(device)
-    else:
-        batches = batches[:, local_rank()].to(device)
+    rank = local_rank()
+    own = slice(None) if KINDS[job.contestant.kind].one_process else slice(rank, rank + 1)  # of the GPUs
+    batches = torch.load(job.tokens)[:, own].unflatten(2, (job.task.accumulation, -1))
+    batches = batches.transpose(1, 2).flatten(1, 3).to(device)  # the rows of one micro-batch after another
     start = time.perf_counter()
     trainer = BUILDERS[job.contestant.kind](job, device, batches[0, : job.task.batch])
     finish(device)

@@ -30,10 +30,8 @@ SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.
 
 @pytest.fixture
 def compiler() -> list[str]:
-    commands = host_library._compilers()
-    if not commands:
-        pytest.skip("no C compiler")
-    return commands[0]
+    """The first that is found. ProTrain needs one, so there is one wherever these tests run."""
+    return host_library._compilers()[0]
 
 
 @pytest.fixture

@@ -21,8 +21,10 @@ class _Recorder:
     def __init__(self, *, interpreted: bool = False) -> None:
         self.through_triton: list[tuple[Any, ...]] = []
         self.through_run: list[tuple[Any, ...]] = []
-        run = lambda *arguments: self.through_run.append(arguments)  # noqa: E731
-        self._made = None if interpreted else SimpleNamespace(run=run, function=17, packed_metadata=(4, 1, 0))
+        self._made = None if interpreted else SimpleNamespace(run=self._run, function=17, packed_metadata=(4, 1, 0))
+
+    def _run(self, *arguments: Any) -> None:
+        self.through_run.append(arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
