@@ -64,11 +64,6 @@ def test_a_small_host_raises_the_least_device_memory() -> None:
     assert least_device_bytes(traced, machine("8GiB", MIB // 2)) is None
 
 
-def test_a_frontier_of_what_does_not_fit_says_so() -> None:
-    with pytest.raises(PlanError, match="needed"):
-        frontier(blocks(8), machine(100 * MIB, "4GiB"))
-
-
 @pytest.mark.parametrize(
     ("hardware", "movable", "where"),
     [
