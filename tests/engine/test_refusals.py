@@ -39,15 +39,6 @@ def test_wrong_arguments(options: Any, words: str) -> None:
     refused(model, adamw(model), BATCH, words, ValueError, **options)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [(list, r"a batch must be a mapping .* or a tuple .*, not list"), (set, "the batch holds no tensor, but set")],
-)
-def test_a_batch_holds_tensors_in_a_mapping_or_a_tuple(kind: Any, words: str) -> None:
-    model = make()
-    refused(model, adamw(model), kind({"x": BATCH[0]}), words, ValueError)
-
-
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
@@ -231,8 +222,3 @@ MODELS: list[tuple[Callable[[], nn.Module], str]] = [
 def test_models_that_cannot_be_trained(make: Callable[[], nn.Module], words: str) -> None:
     model = make()
     refused(model, torch.optim.AdamW(model.parameters()), (torch.ones(2, 4),), words, ValueError)
-
-
-def test_the_optimizer_of_another_model() -> None:
-    words = r"parameter of shape \(4, 4\) that is not the model's: make the optimizer from this model's parameters\(\)"
-    refused(make(), adamw(nn.Linear(4, 4)), BATCH, words, ValueError)

@@ -191,22 +191,6 @@ def test_what_is_no_state_of_adam_changes_nothing(
             optimizer.load_state_dict(state)
 
 
-def test_moments_begin_anew_where_a_state_has_none(device: torch.device) -> None:
-    """As the message about optimizer.state says, and as in torch."""
-    found = []
-    for anew in (False, True):
-        data, loop = residual.batches(2), Loop(scheduler=False)
-        wrapped, optimizer = residual.wrapped(FIRST, device=device)
-        if anew:
-            weights = wrapped.state_dict()
-            loop.run(wrapped, optimizer, data)
-            wrapped.load_state_dict(weights)
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-        loop.run(wrapped, optimizer, data)
-        found.append(states(wrapped, optimizer))
-    assert_same(*found)
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,27 +48,6 @@ def hooked(model: nn.Module) -> nn.Module:
 def test_hooks_use_the_weights_of_their_block(dtype: torch.dtype, device: torch.device) -> None:
     specs = FEW_PLANS[(dtype is torch.bfloat16) :: 2]
     check_equal_to_plain(lambda: hooked(make()), batches(2), device=device, dtype=dtype, specs=specs)
-
-
-class Rows(Model):
-    """Blocks are single layers, normalised by hooks on the blocks themselves."""
-
-    def __init__(self, normalise: Callable[[Any], Any]) -> None:
-        super().__init__(48, 4, lambda width: normalise(nn.Linear(width, width)))
-        self.leave = normalise(self.leave)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).tanh()
-
-
-@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_normalised_by_hooks(normalise: Callable[[Any], Any], device: torch.device) -> None:
-    def build() -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return Rows(normalise)
-
-    check_equal_to_plain(build, batches(2), device=device, specs=FEW_PLANS[1:3])
 
 
 # -- checkpointing of the model's own ----------------------------------------------------------------------------------
