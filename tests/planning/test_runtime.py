@@ -21,6 +21,7 @@ USUAL = chain(3.0, 6.0)
 RESIDENT_MS = 4 * (9.0 + DEVICE_UPDATE_MS)
 FROZEN = replace(USUAL, parameters=tuple(replace(record, group=-1) for record in USUAL.parameters))
 SEVERAL = replace(USUAL, accumulation=3)
+NARROW = replace(USUAL, moment_dtype="bfloat16")
 SLOW = replace(MACHINE, host_adam_gparams=0.0128)  # 100 ms a chunk
 # From the norm to the last chunk, of three batches. An update reads sums of 4 bytes, where it else moves 26.
 SLOW_MS = 2 * 36.0 + 28 / 26 * 3 * 100.0 + MOVE_MS + 3.0 + 4 * 6.0
@@ -84,6 +85,16 @@ STEPS = {
     ),
     "the host updates from the norm to the last chunk": Step(
         hardware=SLOW, counts=placed(1, 2), expected_ms=3 * 100.0 + MOVE_MS + 3.0 + 4 * 6.0
+    ),
+    # An update moves 18 bytes in place of 26.
+    "moments are in bf16": Step(
+        profile=NARROW,
+        hardware=replace(SLOW, host_adam_narrow_gparams=0.0128 * 26 / 18),
+        counts=placed(1, 2),
+        expected_ms=3 * 100.0 * 18 / 26 + MOVE_MS + 3.0 + 4 * 6.0,
+    ),
+    "moments in bf16 are resident": Step(
+        profile=NARROW, counts=placed(4, 0), expected_ms=4 * (9.0 + DEVICE_UPDATE_MS * 18 / 26), within=1e-5
     ),
     # The last gradient is in host memory 3.44 ms before backward ends, its update takes 4, and three weights go up.
     "speculative updates take effect when the last is done": Step(
