@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import protrain
 from tests.engine.harness import adamw, default_loss
@@ -210,7 +211,38 @@ def no_gradients() -> nn.Module:
     return nn.Linear(4, 4).requires_grad_(False)
 
 
+def compiled(path: str | None) -> Callable[[], Any]:
+    """A module that is compiled itself, or has such a part."""
+
+    def make() -> Any:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+        if path is None:
+            return torch.compile(model)
+        model.get_submodule(path).compile()
+        return model
+
+    return make
+
+
+def again_inside_backward(reentrant: bool) -> Callable[[], nn.Module]:
+    class Checkpointing(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            x = input.clone().requires_grad_()
+            for block in self:
+                x = checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=reentrant)
+            return x
+
+    return lambda: Checkpointing(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3)))
+
+
+COMPILED = "is compiled by torch.compile.*as it was before, and compile=True"
+AGAIN = r"the model itself computes 2 again inside backward: take out torch\.utils\.checkpoint"
 MODELS: list[tuple[Callable[[], nn.Module], str]] = [
+    (compiled(None), COMPILED),
+    (compiled(""), COMPILED),
+    (compiled("1"), COMPILED),
+    (again_inside_backward(False), AGAIN),
+    (again_inside_backward(True), AGAIN),
     (lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), "module '?1'? is a ScriptModule"),
     (lambda: nn.DataParallel(nn.Linear(4, 4)), "is a DataParallel.*wrap the module inside"),
     (_Reversible, r"the backward of _Reversible uses a weight while the block that owns it does not run"),
