@@ -12,11 +12,10 @@ import torch
 
 import protrain
 from tests.engine import residual
-from tests.engine.families import language, make_of_transformers
+from tests.engine.families import make_of_transformers, texts
 from tests.engine.harness import (
     FEW_PLANS,
     PLANS,
-    Batch,
     Loop,
     Spec,
     adamw,
@@ -46,11 +45,6 @@ SETTINGS: dict[str, tuple[torch.dtype, Loop]] = {
 }
 
 
-def batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [language(generator) for _ in range(count)]
-
-
 # On a CPU a plan meets one setting, and a setting meets two models, because the whole product takes minutes there.
 MODELS_ON_CPU = {
     "bf16-clip": ("gpt2", "opt"),
@@ -78,7 +72,7 @@ def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, sp
     dtype, loop = SETTINGS[setting]
     make = functools.partial(make_of_transformers, family, "AutoModelForCausalLM", FAMILIES[family])
     how: dict[str, Any] = {"device": device, "dtype": dtype, "accumulation": loop.accumulate, "specs": [spec]}
-    (optimizer,) = check_equal_to_plain(make, batches(STEPS[device.type] * loop.accumulate), run=loop.run, **how)
+    (optimizer,) = check_equal_to_plain(make, texts(STEPS[device.type] * loop.accumulate), run=loop.run, **how)
     assert (0 < optimizer.skipped_steps <= STEPS[device.type] // 2) == (setting == "fp16-clip")
 
 

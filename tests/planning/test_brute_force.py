@@ -23,9 +23,16 @@ from tests.planning.brute_force import (
     that_streams,
     tight_case,
 )
+from tests.planning.machines import judge_as_calibrated
 from tests.planning.models import MIB, with_attention
 
-pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
+
+@pytest.fixture(autouse=True)
+def judged_as_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for the host as it was calibrated, so that the search judges them by the predicted time."""
+    judge_as_calibrated(monkeypatch)
+
+
 Case = tuple[ModelProfile, HardwareProfile, bool]  # and whether updates run inside backward
 SWAP, CKPT_SWAP = BlockMode.SWAP, BlockMode.CKPT_SWAP
 
