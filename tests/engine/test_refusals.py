@@ -25,6 +25,7 @@ BATCH = batches(1)[0]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"batch": [BATCH[0]]}, r"a batch must be a mapping .* or a tuple .*, not list"),
         ({"device_memory": "24 apples"}, "device_memory must be .* text like '24GiB', not '24 apples'"),
         ({"host_memory": -1}, "host_memory must be at least 1 KiB .*not -1"),
         ({"dtype": "float64"}, "dtype must be bfloat16, float16 or float32, not 'float64'"),
@@ -36,8 +37,8 @@ BATCH = batches(1)[0]
     ],
 )
 def test_wrong_arguments(options: Any, words: str) -> None:
-    model = make()
-    refused(model, adamw(model), BATCH, words, ValueError, **options)
+    model, options = make(), {"batch": BATCH, **options}
+    refused(model, adamw(model), words=words, kind=ValueError, **options)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_what_does_not_fit_says_what_each_gpu_needs() -> None:
     roomy = machine("3.2GiB", "8GiB", world_size=2)
     plan = search(profile, roomy)
     assert plan.device_bytes <= roomy.device_bytes
-    text = explain(plan, profile, roomy).table()
+    text = str(explain(plan, profile, roomy))
     assert "host memory a GPU" in text
     assert "device memory a GPU" in text
 
@@ -119,3 +119,5 @@ def test_a_plan_for_another_number_of_ranks_is_refused_with_the_remedy() -> None
             check(plan, profile, replace(H100, world_size=other))
     with pytest.raises(ValueError, match=r"world_size=1, and here it is 2.*start 1 process, make a new plan"):
         check(search(profile, H100), profile, two)
+    with pytest.raises(ValueError, match=r"Plan\.world_size must be at least 1, not 0"):
+        replace(plan, world_size=0)

@@ -62,6 +62,8 @@ def test_a_small_host_raises_the_least_device_memory() -> None:
     with pytest.raises(PlanError):
         search(traced, machine(tight - 1, 400 * MIB))
     assert least_device_bytes(traced, machine("8GiB", MIB // 2)) is None
+    with pytest.raises(PlanError):
+        frontier(traced, machine(100 * MIB, "4GiB"))
 
 
 @pytest.mark.parametrize(
