@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.clients import make, prepare, tokenizer
+from tests.integrations.clients import make, prepare, tokenizer, train
 
 FEW, MANY = "unheardofunheardofunheardofunheardofunheardof w1", "w1 w2 w3 w4 w5 w6 w7 w8 w9"
 COLUMNS = {"Trainer": ["text"], "SFT": ["prompt", "completion"], "DPO": ["prompt", "chosen", "rejected"]}
@@ -42,6 +42,13 @@ def test_the_row_of_the_most_tokens_is_planned_for(
     assert not [one for one in caught if "nobody knows" in str(one.message)]
     rows = 4 if client == "DPO" else 2
     assert trainer.optimizer.optimizer.plan.tokens == rows * longest
+
+
+def test_a_packed_row_may_have_more_texts_than_the_planned_one(tmp_path: Path) -> None:
+    prepare("SFT", tmp_path)
+    packed: dict[str, Any] = {**UNSAVED, "packing": True, "max_length": 32}
+    ours, plain = (train("SFT", tmp_path, on_protrain=each, **packed) for each in (True, False))
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-5)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -238,6 +238,37 @@ def test_only_the_models_own_loss_is_computed_in_pieces(another: str, tmp_path: 
     assert trainer.optimizer.optimizer.plan.chunked_loss is (another == "none")
 
 
+class Masking:
+    """A collator that draws labels by itself, from more words in each batch."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate, self.calls, self.generator = collate, 0, torch.Generator().manual_seed(3)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        self.calls += 1
+        batch = self.collate(rows)
+        labels = torch.randint(2 * self.calls, batch["labels"].shape, generator=self.generator)
+        return {**batch, "labels": labels}
+
+
+def test_what_collator_and_trainer_count_and_draw_is_as_without_protrain(tmp_path: Path) -> None:
+    """The batch for which the plan is made counts for neither of them."""
+
+    def losses(on_protrain: bool) -> list[float]:
+        trainer = make("Trainer", tmp_path, on_protrain=on_protrain, eval_strategy="no", save_strategy="no")
+        kind, trainer.data_collator, trainer.seen = type(trainer), Masking(trainer.data_collator), {"batches": [0]}
+
+        def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
+            self.seen["batches"].append(0)
+            return kind.compute_loss(self, *args, **options) * len(self.seen["batches"])
+
+        trainer.__class__ = type("Counting", (kind,), {"compute_loss": compute_loss})
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    assert losses(True) == pytest.approx(losses(False), rel=2e-5)
+
+
 def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
     def losses(on_protrain: bool) -> list[float]:
         trainer = make("Trainer", tmp_path, on_protrain=on_protrain, save_strategy="no")

@@ -61,20 +61,6 @@ def test_a_state_that_is_not_adams_is_refused_and_changes_nothing(plan: str) -> 
     assert_same(left(model, optimizer), before)
 
 
-@both_plans
-def test_a_second_optimizer_is_refused(plan: str) -> None:
-    """A second optimizer over parameters of a wrapped model did nothing."""
-    model, optimizer = wrapped(plan)
-    second = torch.optim.AdamW(model.get_submodule("blocks.0").parameters())
-    model(rows()).square().mean().backward()
-    with pytest.raises(protrain.MisuseError, match=r"use the optimizer that it returned"):
-        second.step()
-    optimizer.clip_grad_norm_(0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert train(model, optimizer, seed=1) == train(*wrapped(plan), 3)[2:]
-
-
 @same_bits()
 def test_a_weight_is_clamped_after_every_step(model: nn.Module, optimizer: Any) -> list[float]:
     """A script that clamps one weight after every step had to make the whole model whole for it."""
@@ -191,34 +177,6 @@ def test_averages_are_not_averaged(plan: str) -> None:
         other.update()
     other.update()
     assert_same(other.state_dict(), averaged.state_dict())
-
-
-@both_plans
-def test_averages_in_inference_mode_are_those_of_torch(plan: str) -> None:
-    """AveragedWeights in torch.inference_mode() made later steps fail; its values are those of AveragedModel."""
-    average: dict[str, Tensor] = {}
-    model, optimizer = wrapped(plan)
-    averaged = protrain.AveragedWeights(model, decay=0.9)
-    function = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    for seed in range(3):
-        train(model, optimizer, 1, seed=seed)
-        with torch.inference_mode(seed != 1):
-            averaged.update()
-        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        if average:
-            function(list(average.values()), [weights[name] for name in average], seed)
-        average = average or weights
-    assert_same(averaged.state_dict(), average)
-
-
-def test_weights_of_one_memory_are_refused_by_name() -> None:
-    """A trained parameter that shares memory with another tensor came apart in training without a word."""
-    model = Blocks()
-    both = torch.randn(2, 32)
-    model.get_submodule("blocks.0.0").bias = nn.Parameter(both[0])
-    model.get_submodule("blocks.1.0").bias = nn.Parameter(both.view(-1)[16:48])
-    with pytest.raises(ValueError, match=r"blocks\.[01]\.0\.bias.*memory"):
-        protrain.wrap(model, adamw(model), example_batch=rows(), device="cpu", progress=False)
 
 
 def test_a_float64_model_is_refused_and_frozen_float64_stays() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.regressions.plain import (
     ON_DEVICE,
     WIDTH,
     Blocks,
-    adamw,
     assert_same,
     both_plans,
     check,
@@ -117,45 +114,6 @@ def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, opti
     for name, buffer in model.named_buffers():
         buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
     return [*values, step(optimizer, loss), *train(model, optimizer)]
-
-
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(torch.tanh(self.linear(x))) * random.choice([0.5, 2.0])
-
-
-@same_bits(lambda: Blocks(Dropping))
-def test_dropout_has_its_mask_and_later_numbers_are_those_of_the_plain_loop(model: Any, optimizer: Any) -> list[Any]:
-    """Recomputation takes nothing from the random numbers of the script, and gives nothing back twice."""
-    random.seed(5)
-    found: list[Any] = []
-    for seed in range(3):
-        found += [*train(model, optimizer, 1, seed=seed), torch.rand(2), random.random()]
-    return found
-
-
-@both_plans
-def test_an_error_of_the_first_forward_names_the_module(plan: str) -> None:
-    """An error of the model in its first forward, such as an index beyond an embedding, names the module."""
-
-    class Words(Blocks):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(8, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.words(x))
-
-    model = Words()
-    memory = "40KiB" if plan == OFFLOADED else "4GiB"
-    batch = torch.tensor([3, 8])
-    with pytest.raises(IndexError) as caught:
-        protrain.wrap(model, adamw(model), example_batch=batch, device="cpu", device_memory=memory, progress=False)
-    assert re.search(r"\bwords\b", "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))
 
 
 class Counted(nn.Linear):
