@@ -7,8 +7,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import read_architecture
 from protrain.cli.plan_machine import machine_of, other_machines
-from protrain.cli.plan_text import summary_text
+from protrain.cli.plan_text import timeline_text
 from protrain.common.errors import PlanError
-from protrain.common.tables import format_bytes, format_ms
-from protrain.hardware.shipped import load
-from protrain.planning import Answer, Frontier, Largest, Plan, evaluate, explain, search
+from protrain.planning import Answer, Frontier, Largest, Plan, explain, search
 from protrain.planning.answer import Job
-from tests.cli.test_plan_timeline import dark_pixels
-from tests.planning.models import make_profile, with_attention
+from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+from tests.planning.models import make_profile
 
 TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]
 TIGHT = ["--device-memory", "150MiB", "--host-memory", "1GiB"]
@@ -189,62 +185,6 @@ def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("counts", "inside", "words"),
-    [
-        (
-            {"n_persist": 1, "n_buffer": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 1},
-            False,
-            (
-                "1 of 6 chunks on the GPU; the weights of the other 5 pass from host memory through 2 buffers and 1 "
-                "large one updates",
-                "the host does 1 chunk before the norm is known; the GPU helps when the host is late",
-                "of 4 blocks 1 keep theirs, 1 move them to host memory, 2 recompute them (1 of these from inputs in "
-                "host memory)",
-            ),
-        ),
-        (
-            {"n_persist": 5, "n_buffer": 0, "n_swap": 0, "n_ckpt": 4},
-            False,
-            (
-                "5 of 6 chunks on the GPU; the weight of the other passes from host memory through 1 large buffer "
-                "updates",
-            ),
-        ),
-        (
-            {"n_persist": 6, "n_buffer": 0, "n_swap": 0, "n_ckpt": 4, "keep_attention": True},
-            True,
-            (
-                "model states all 6 chunks on the GPU",
-                "updates inside backward",
-                "of 4 blocks 4 recompute them (what attention put out is kept)",
-            ),
-        ),
-    ],
-)
-def test_a_plan_is_put_in_words(counts: dict[str, Any], inside: bool, words: tuple[str, ...]) -> None:
-    known = with_attention(make_profile(4), 0.1, 8)
-    large = replace(known.parameters[-1], shape=(4 * known.parameters[-1].numel,))  # more than a chunk
-    profile = replace(known, parameters=(*known.parameters[:-1], large), accumulation=8)
-    hardware = load("h100")
-    size = known.parameters[0].numel
-    plan = evaluate(profile, hardware, **counts, chunk_elements=size, step_during_backward=inside)
-    answer = explain(plan, profile, hardware, step_during_backward=inside)
-    text = " ".join(summary_text(replace(answer, job=Job(tokens=2 * 10**9, price=0.5))).split())
-    for line in (
-        *words,
-        f"step {format_ms(plan.step_ms)}, {8192 / plan.step_ms * 1e3:,.0f} tokens/s (predicted)",
-        "2 B tokens ",
-        "batch 8 sequences x 8 a step",
-        f"GPU memory {format_bytes(plan.device_bytes)} of {format_bytes(hardware.device_bytes)}",
-        f"host memory {format_bytes(plan.host_bytes)} of the {format_bytes(hardware.host_bytes)} for training",
-        "; the GPU computes ",
-    ):
-        assert line in text, text
-    works = plan.n_persist < plan.n_chunks
-    assert ("% more slowly" in text) == works, "a host without work slows nothing down"
-
-
-@pytest.mark.parametrize(
     ("job", "tokens_per_s", "gpus", "words"),
     [
         (Job(tokens=2 * 10**9, price=0.5), 800, 1, "28.9 days, $347"),
@@ -271,22 +211,6 @@ def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[s
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_logits_are_counted_where_the_loss_holds_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], llama_folder: Callable[..., Path]
-) -> None:
-    model, plans = str(llama_folder(words=8192, max_position_embeddings=512)), []
-    for options, loss in (([], "chunked loss"), (["--no-chunked-loss"], "whole logits")):
-        out = tmp_path / "plan.json"
-        argv = ["plan", model, "--hardware", "rtx3090", "--batch", "4", "--sequence", "512", *options]
-        status, text, err = run(capsys, *argv, "--out", str(out))
-        assert status == 0, err
-        plans.append(Plan.load(out))
-        assert f", {loss} step " in " ".join(text.split())
-    assert [plan.chunked_loss for plan in plans] == [True, False]
-    assert plans[1].device_bytes - plans[0].device_bytes > 4 * 4 * 512 * 8192, "logits in fp32"
-
-
 @pytest.mark.parametrize("here", [True, False])
 def test_logits_that_a_model_scales_stay_whole(here: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
@@ -301,13 +225,40 @@ def test_logits_that_a_model_scales_stay_whole(here: bool, tmp_path: Path, capsy
     assert (status, said in " ".join(err.splitlines())) == (2, True), err
 
 
-def test_a_sequence_has_two_spellings() -> None:
-    found = [build_parser("plan").parse_args(["plan", "tiny", option, "48"]) for option in ("--seq", "--sequence")]
-    assert found[0] == found[1]
-    assert found[0].sequence == 48
-
-
 # -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("terminal", "widest"), [(70, 70), (80, 80), (300, 80), (10, 42)])
+def test_a_timeline_shows_each_lane_at_its_time(terminal: int, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU works all the time. One update begins in the step before, and one comes in the step after."""
+    operations = (
+        Operation(lane=HOST, name="update 1", start_ms=-5.0, end_ms=1.0),
+        Operation(lane=GPU, name="forward a", start_ms=0.0, end_ms=4.0),
+        Operation(lane=UP, name="weights 1", start_ms=2.5, end_ms=5.0),
+        Operation(lane=GPU, name="backward a", start_ms=4.0, end_ms=10.0),
+        Operation(lane=HOST, name="update 2", start_ms=12.0, end_ms=15.0),
+    )
+    monkeypatch.setenv("COLUMNS", str(terminal))
+    text = timeline_text(Timeline(step_ms=10.0, forward_end_ms=4.0, backward_end_ms=9.8, operations=operations))
+    lines = text.replace("█", "#").splitlines()
+    assert max(map(len, lines)) == widest
+    ruler, gpu, up, down, host, phases = lines
+    start, columns = gpu.index("#"), gpu.count("#")
+    assert ruler.split() == ["0", "10", "ms"]
+    assert [line.split()[-1] for line in (gpu, up, down, host)] == ["100%", "25%", "0%", "10%"]
+    assert "#" not in down
+    for lane, begin, end in ((up, 0.25, 0.5), (host, 0.0, 0.1)):
+        assert lane.index("#") - start == pytest.approx(begin * columns, abs=1)
+        assert lane.rindex("#") + 1 - start == pytest.approx(end * columns, abs=1)
+    assert phases.index("|forward") == start
+    assert phases.index("|backward") - start == round(0.4 * columns)
+    assert "after" not in phases, "two columns hold no word"
+
+
+def dark_pixels(path: Path) -> Any:
+    from matplotlib import image
+
+    return image.imread(path)[..., :3].max(axis=-1) < 0.9
 
 
 @pytest.mark.parametrize("more", [["--device-memory", "134MiB"], ["--device-memory", "138MiB", "--accumulation", "2"]])
@@ -317,7 +268,7 @@ def test_a_picture_of_a_step_is_drawn(more: list[str], tmp_path: Path, capsys: p
     path = tmp_path / "new" / "step.png"
     status, _, err = run(capsys, *TINY, *more, "--json", "--picture", str(path))
     assert status == 0, err
-    assert dark_pixels(path).float().mean() > 0.1
+    assert dark_pixels(path).mean() > 0.1
 
 
 @pytest.mark.parametrize(
