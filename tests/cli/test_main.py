@@ -7,8 +7,10 @@ import importlib.metadata
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from protrain.cli.commands import COMMANDS
 from protrain.cli.launch import start_ranks
 from protrain.cli.main import main
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning import Plan
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -173,3 +176,126 @@ def test_gpus_is_torchrun_that_waits_for_a_save(monkeypatch: pytest.MonkeyPatch)
     assert started[0].training_script_args == words
     assert int(os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")) >= 600
     assert inspect.signature(PContext.close).parameters["timeout"].default >= 600
+
+
+# -- where the output goes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit, match="141"):
+            main(["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--json"])
+        pipe.flush()  # as Python does at its exit
+    assert "Broken pipe" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_output_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", "tiny", "--hardware", "rtx3090", "--seq=32", "--json"]) == 1
+        full.flush()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "No space left" in line] == [
+        "protrain plan: standard output: [Errno 28] No space left on device"
+    ]
+
+
+def test_another_pipe_that_broke_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("protrain.cli.plan_run.run", fail)
+    status = main(["plan", "tiny"])
+    assert (status, capsys.readouterr().err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it where the descriptor is closed
+    out = tmp_path / "plan.json"
+    argv = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--out", str(out)]
+    assert main(argv) == 0
+    assert Plan.load(out).tokens == 64
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTRAIN = ["-m", "protrain"]
+PLAN = ["plan", "tiny", "--hardware", "rtx3090"]
+
+# `press` is called at the moment for Ctrl-C, which is always the same. Python runs this file before the program.
+BEFORE = """
+import atexit, os, signal, sys
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):  # Python runs a handler between two of its instructions
+        pass
+
+class PressAtImport:
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            sys.meta_path.remove(self)
+            press()
+
+"""
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python with ``words`` and Ctrl-C at the moment that ``pressed`` sets up."""
+
+    def start(*words: str, pressed: str, handler: signal.Handlers = signal.SIG_DFL) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "sitecustomize.py").write_text(BEFORE + pressed)
+        return subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # a shell may have set it to be ignored
+        )
+
+    return start
+
+
+# The second is what the script does that pip makes of the entry point.
+@pytest.mark.parametrize("program", [PROTRAIN, ["-c", "from protrain.cli.main import main; raise SystemExit(main())"]])
+def test_it_ends_the_imports(program: list[str], interrupted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = interrupted(*program, *PLAN, pressed="sys.meta_path.insert(0, PressAtImport('torch.nn'))")
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "protrain plan: interrupted\n", "")
+
+
+def test_it_ends_the_exit_of_python(interrupted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = interrupted(*PROTRAIN, "--version", pressed="atexit.register(press)")
+    assert (ended.returncode, ended.stderr) == (130, "protrain: interrupted\n")
+
+
+def test_where_it_is_ignored_it_stays_so(interrupted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    pressed = "sys.meta_path.insert(0, PressAtImport('protrain.cli.options'))"
+    ended = interrupted(*PROTRAIN, "--version", pressed=pressed, handler=signal.SIG_IGN)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_who_imports_the_library_keeps_the_handler_of_python(
+    interrupted: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import protrain, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    assert interrupted("-c", code, pressed="").stdout == "True\n"

@@ -10,7 +10,8 @@ import pytest
 
 from protrain.hardware.shipped import load
 from protrain.planning import Comparison, Frontier, Plan
-from tests.cli.test_plan import TINY, by_label, run
+from tests.cli.test_main import run
+from tests.cli.test_plan import TINY, by_label
 
 TIGHT = ["--device-memory", "800MiB", "--host-memory", "1GiB", "--no-compile"]
 

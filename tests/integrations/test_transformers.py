@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import protrain
+from protrain.integrations.transformers import ProTrainTrainer
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.integrations import clients
@@ -293,7 +296,6 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
     """The plan is made for the first batch, and the optimizer is wrapped as it is."""
     transformers = pytest.importorskip("transformers")
-    from protrain.integrations.transformers import ProTrainTrainer
 
     def run(kind: Any, **more: Any) -> list[dict[str, float]]:
         model = llama()
@@ -309,3 +311,30 @@ def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None
     ours = run(ProTrainTrainer, protrain={"device_memory": WHOLE})
     for mine, theirs in zip(ours, run(transformers.Trainer), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+# -- auto_find_batch_size ----------------------------------------------------------------------------------------------
+
+UNSAVED: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 2}
+
+
+def found_on_rank(rank: int, folder: Path, batch: int, finds: bool) -> tuple[int, dict[str, Tensor]]:
+    """The batch that was trained with, and the weights."""
+    sizes: dict[str, Any] = {"per_device_train_batch_size": batch, "auto_find_batch_size": finds}
+    trainer = make("Trainer", folder, on_protrain=True, memory="0.9MiB", **sizes, **UNSAVED)
+    trainer.train()
+    return trainer.state.train_batch_size, dict(trainer.model.state_dict())
+
+
+def test_all_ranks_find_one_batch_and_train_as_with_it(tmp_path: Path) -> None:
+    (batch, weights), (other, _) = on_ranks(2, found_on_rank, tmp_path, 24, True)
+    assert batch == other < 24
+    for _, expected in on_ranks(2, found_on_rank, tmp_path, batch, False):
+        assert_same_weights(weights, expected)
+
+
+@pytest.mark.parametrize(("memory", "finds"), [("0.45MiB", False), ("20KiB", True)])
+def test_without_it_or_where_no_batch_fits_the_error_says_what_does(memory: str, finds: bool, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 16, "auto_find_batch_size": finds}
+    with pytest.raises(protrain.PlanError, match="no plan fits the device memory"):
+        make("Trainer", tmp_path, on_protrain=True, memory=memory, **sizes, **UNSAVED).train()
