@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations.clients import is_before, make, prepare
-from tests.integrations.test_trainer_saves import assert_same_weights
 
 MICRO_BATCHES = 6  # of a step, over all ranks
 
@@ -129,10 +129,10 @@ def training(client: str, folder: Path, **arguments: Any) -> Training:
     return Training(client=client, folder=folder / "one", arguments={"memory": MEMORY[client]} | arguments)
 
 
-def assert_same(one: Trained, other: Trained) -> None:
+def assert_same_trainings(one: Trained, other: Trained) -> None:
     """The same weights to the bit. Losses are added by rank, which rounds, so they are the same to printed digits."""
-    assert_same_weights(one.last, other.last)
-    assert_same_weights(one.end, other.end)
+    assert_same(one.last, other.last)
+    assert_same(one.end, other.end)
     assert (one.best, one.left) == (other.best, other.left)
     for mine, theirs in zip(one.log, other.log, strict=True):
         assert mine.get("grad_norm") == theirs.get("grad_norm")
@@ -152,7 +152,7 @@ def test_a_training_that_changes_its_ranks_has_the_bits_of_one_rank(client: str,
     replace(changing, until=3, resume=True).on(2)
     replace(changing, until=5, resume=True).on(1)
     through = one.on(1)
-    assert_same(replace(changing, resume=True).on(3), through)
+    assert_same_trainings(replace(changing, resume=True).on(3), through)
     assert (through.best, through.left) == ("checkpoint-1", ["checkpoint-1", "checkpoint-6"])
 
 
@@ -163,7 +163,7 @@ def test_what_a_collator_draws_does_not_depend_on_the_ranks(tmp_path: Path) -> N
     for ranks in (2, 3):
         changed = replace(one, folder=tmp_path / str(ranks))
         replace(changed, until=2).on(ranks)
-        assert_same(replace(changed, resume=True).on(5 - ranks), through)
+        assert_same_trainings(replace(changed, resume=True).on(5 - ranks), through)
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_each_batch_of_each_epoch_has_random_numbers_of_its_own(tmp_path: Path) 
 def test_two_ranks_have_the_bits_of_one_with_a_loss_of_the_user(tmp_path: Path) -> None:
     """It is not known to divide by what all ranks count, so gradients have their mean, which two ranks do not round."""
     one = replace(training("Trainer", tmp_path, eval_strategy="no"), own_loss=True)
-    assert_same(replace(one, folder=tmp_path / "two").on(2), one.on(1))
+    assert_same_trainings(replace(one, folder=tmp_path / "two").on(2), one.on(1))
 
 
 @pytest.mark.slow

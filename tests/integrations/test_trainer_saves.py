@@ -18,22 +18,17 @@ from protrain.checkpoint.tensor_files import FILE_BYTES
 from protrain.common.errors import CheckpointError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations.clients import Run, error_on_rank, make, prepare, train, train_on_rank
 
 HALF, LAST = "checkpoint-2", "checkpoint-4"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
 
 
-def assert_same(one: Run, other: Run) -> None:
+def assert_same_runs(one: Run, other: Run) -> None:
     assert one.log == other.log
     assert torch.equal(one.random, other.random)
-    assert_same_weights(one.weights, other.weights)
-
-
-def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(other[name], value), name
+    assert_same(one.weights, other.weights)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +44,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     prepare(client, tmp_path)
     checkpoint = tmp_path / "through" / HALF
     through = train(client, tmp_path / "through", on_protrain=True)
-    assert_same(train(client, tmp_path / "resumed", on_protrain=True, resume=checkpoint), through)
+    assert_same_runs(train(client, tmp_path / "resumed", on_protrain=True, resume=checkpoint), through)
     assert not (checkpoint / "optimizer.pt").exists()
     (save,) = (checkpoint / "protrain").iterdir()
     assert (json.loads((save / "checkpoint.json").read_text())["base"] is not None) == ("LoRA" in client)
@@ -84,7 +79,7 @@ def test_the_newest_whole_checkpoint_is_resumed_and_a_torn_one_is_refused(
     with pytest.raises(CheckpointError, match=rf"{folder / LAST} was not saved to its end"):
         train("Trainer", folder, on_protrain=True, resume=folder / LAST)
     with pytest.warns(UserWarning, match=rf"goes back to an older checkpoint: {folder / LAST} was not saved"):
-        assert_same(train("Trainer", folder, on_protrain=True, resume=True), saved[1])
+        assert_same_runs(train("Trainer", folder, on_protrain=True, resume=True), saved[1])
     with warnings.catch_warnings(action="error", category=UserWarning):  # the last one is whole again
         train("Trainer", folder, on_protrain=True, resume=True, max_steps=5)
 
@@ -141,7 +136,7 @@ def test_the_best_model_is_loaded_and_other_checkpoints_are_deleted(
     trainer.add_callback(at_saves)
     trainer.train()
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [HALF]
-    assert_same_weights(dict(trainer.model.state_dict()), at_saves.weights[HALF])
+    assert_same(dict(trainer.model.state_dict()), at_saves.weights[HALF])
 
 
 @pytest.mark.parametrize("client", ["Trainer", "SFT", "SFT with LoRA"])
@@ -163,12 +158,12 @@ def test_a_saved_model_has_the_files_of_a_plain_save_without_a_copy_of_the_model
         assert (len(several) > 2) == (file_bytes == small and "LoRA" not in client)
         if several:
             again = type(trainer.model).from_pretrained(saved).state_dict()
-            assert_same_weights({name: value.to(weights[name].dtype) for name, value in again.items()}, weights)
+            assert_same({name: value.to(weights[name].dtype) for name, value in again.items()}, weights)
     plain, ours = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("plain", "ours"))
     assert plain.keys() <= ours.keys()
     assert not [name for name in ours if "model" in name and name not in plain]
     for name in plain:
         if name.endswith(".safetensors"):
-            assert_same_weights(load_file(ours[name]), load_file(plain[name]))
+            assert_same(load_file(ours[name]), load_file(plain[name]))
         if name.endswith(".json"):
             assert json.loads(ours[name].read_text()) == json.loads(plain[name].read_text()), name

@@ -19,7 +19,7 @@ from protrain.common.signals import SIGNALS
 from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 from tests.integrations.clients import Run, make, train, train_on_rank
-from tests.integrations.test_trainer_saves import assert_same
+from tests.integrations.test_trainer_saves import assert_same_runs
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def test_one_checkpoint_is_saved_and_resumed(
         f"protrain: {number.name}: the training saves the step that runs and ends; a second signal ends it at once",
         f"protrain: {number.name} has stopped the training after step 3, which checkpoint-3 has",
     ]
-    assert_same(train("Trainer", tmp_path, on_protrain=True, resume=True, **ACCUMULATED), whole)
+    assert_same_runs(train("Trainer", tmp_path, on_protrain=True, resume=True, **ACCUMULATED), whole)
 
 
 # The signal comes to the first rank alone, to the other one, or to both, as torchrun and terminals send it.
@@ -188,7 +188,7 @@ def test_two_ranks_save_the_same_step(ranks: tuple[int, ...], tmp_path: Path) ->
     resumed = on_ranks(2, train_on_rank, "Trainer", tmp_path / "stopped", True, {"resume": True, **ACCUMULATED})
     whole = on_ranks(2, train_on_rank, "Trainer", tmp_path / "whole", True, ACCUMULATED)
     for one, other in zip(resumed, whole, strict=True):
-        assert_same(one, other)
+        assert_same_runs(one, other)
 
 
 def test_an_evaluation_is_left(tmp_path: Path) -> None:

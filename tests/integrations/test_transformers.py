@@ -15,10 +15,10 @@ import protrain
 from protrain.integrations.transformers import ProTrainTrainer
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations import clients
 from tests.integrations.clients import (
     CLIENTS,
-    WORDS,
     Run,
     is_before,
     llama,
@@ -28,7 +28,7 @@ from tests.integrations.clients import (
     train,
     train_on_rank,
 )
-from tests.integrations.test_trainer_saves import assert_same_weights
+from tests.tiny_models import VOCABULARY
 
 transformers = pytest.importorskip("transformers")
 WHOLE = "64MiB"
@@ -90,7 +90,7 @@ def test_two_processes(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
     ours = two(client, tmp_path / "ours", on_protrain=True)
-    assert_same_weights(ours[0].weights, ours[1].weights)
+    assert_same(ours[0].weights, ours[1].weights)
     assert_close(ours[0], plain[0])
 
 
@@ -235,7 +235,7 @@ def test_only_the_models_own_loss_is_computed_in_pieces(another: str, tmp_path: 
         trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().logsumexp(-1).mean()
     elif another == "smoothing":
         trainer.label_smoother = pytest.importorskip("transformers").trainer_pt_utils.LabelSmoother(epsilon=0.1)
-    tokens = torch.randint(3, WORDS, (2, 32))
+    tokens = torch.randint(3, VOCABULARY, (2, 32))
     trainer._wrap_arguments["example_batch"] = {"input_ids": tokens, "labels": tokens}
     trainer.train()
     assert trainer.optimizer.optimizer.plan.chunked_loss is (another == "none")
@@ -289,7 +289,7 @@ class Endless(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         generator = torch.Generator().manual_seed(2)
         while True:
-            row = torch.randint(3, WORDS, (8,), generator=generator)
+            row = torch.randint(3, VOCABULARY, (8,), generator=generator)
             yield {"input_ids": row, "labels": row}
 
 
@@ -330,7 +330,7 @@ def test_all_ranks_find_one_batch_and_train_as_with_it(tmp_path: Path) -> None:
     (batch, weights), (other, _) = on_ranks(2, found_on_rank, tmp_path, 24, True)
     assert batch == other < 24
     for _, expected in on_ranks(2, found_on_rank, tmp_path, batch, False):
-        assert_same_weights(weights, expected)
+        assert_same(weights, expected)
 
 
 @pytest.mark.parametrize(("memory", "finds"), [("0.45MiB", False), ("20KiB", True)])
