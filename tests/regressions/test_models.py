@@ -125,17 +125,20 @@ def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[
         built_empty(tiny("llama"), tmp_path, **how)
 
 
+EXPORTED: dict[str, dict[str, Any]] = {
+    "llama": {"modules_to_save": ["lm_head"]},
+    "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+}
+
+
 @both_plans
-def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", EXPORTED)
+def test_an_exported_adapter_has_what_was_trained(plan: str, family: str, tmp_path: Path) -> None:
     """export of an adapter writes what peft saves, also modules that are trained whole, which it refused."""
-
-    def make() -> Any:
-        return lora(tiny("llama"), modules_to_save=["lm_head"])
-
-    model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
+    model, optimizer = wrapped(plan, lambda: lora(tiny(family), **EXPORTED[family]), batch=tokens(), n_buffer=3)
     learn(model, optimizer)
     protrain.export(model, tmp_path / "adapter")
-    read = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter").eval()
+    read = peft.PeftModel.from_pretrained(tiny(family), tmp_path / "adapter").eval()
     with torch.no_grad():
         assert torch.equal(read(**tokens()).logits, model.eval()(**tokens()).logits)
 
