@@ -138,29 +138,6 @@ def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exported_folder_that_cannot_be_flushed_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: Path) -> None:
-        raise OSError("failed")
-
-    monkeypatch.setattr(tensor_files, "sync", fail)
-    with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
-        (scratch / "file").touch()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
-    with complete_folder(tmp_path / "model", "exported model") as scratch:
-        (scratch / "file").touch()
-        with (
-            pytest.raises(OSError, match=r"another process writes to .*: give another folder for the exported model"),
-            complete_folder(tmp_path / "model", "exported model"),
-        ):
-            pass
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["file"]
-
-
 def test_a_disk_itself_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
     with (

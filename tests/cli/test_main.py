@@ -209,17 +209,6 @@ def test_a_full_disk_under_the_output_is_said_once(
     ]
 
 
-def test_another_pipe_that_broke_is_an_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: object) -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr("protrain.cli.plan_run.run", fail)
-    status = main(["plan", "tiny"])
-    assert (status, capsys.readouterr().err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
-
-
 @pytest.mark.slow
 def test_a_plan_needs_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it where the descriptor is closed

@@ -34,27 +34,14 @@ TIGHT = ["--device-memory", "150MiB", "--host-memory", "1GiB"]
 
 
 @pytest.mark.slow
-def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_explanation_says_what_each_number_would_change(capsys: pytest.CaptureFixture[str]) -> None:
     verdict = run(capsys, *TINY, "--device-memory", "134MiB")[1]
     assert "--explain says what each number would change" in verdict
     assert "n_persist 0 -> 1" not in verdict
     status, out, err = run(capsys, *TINY, "--device-memory", "134MiB", "--explain")
     assert status == 0, err
-    for words in (
-        "tokens/s",
-        "persistent chunks",
-        "activations",
-        "optimizer states",
-        "host optimizer  ",
-        "limited by",
-        "n_persist 0 -> 1",
-        "infeasible: ",
-        "64 GiB more RAM",
-        "estimated from counted operations",
-    ):
+    for words in ("n_persist 0 -> 1", "infeasible: ", "64 GiB more RAM", "optimizer states"):
         assert words in out, words
-    lanes = [line for line in out.splitlines() if line.startswith("GPU  ")]
-    assert len(lanes) == 1
     assert max(map(len, out.splitlines())) <= 80
 
 

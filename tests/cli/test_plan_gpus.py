@@ -42,15 +42,6 @@ def test_several_gpus_share_the_states_and_the_host(capsys: pytest.CaptureFixtur
     assert picture.stat().st_size > 0
 
 
-def test_one_gpu_has_no_line_about_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, *TINY, *TIGHT)
-    assert status == 0, err
-    assert (status, out) == run(capsys, *TINY, *TIGHT, "--gpus", "1")[:2]
-    assert "of the states" not in out
-    assert "gathers" not in out
-    assert "host memory  " in out
-
-
 @pytest.mark.slow
 def test_other_answers_are_for_several_gpus_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two, file = [*TINY, *TIGHT, "--gpus", "2"], tmp_path / "frontier.json"

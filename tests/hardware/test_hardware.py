@@ -64,20 +64,13 @@ def test_these_figures_are_the_measured_ones(gpu: str) -> None:
 
 
 def test_collectives_of_shipped_profiles_are_measured_or_follow_from_datasheets() -> None:
-    h100, h200, a100, rtx3090 = (load(name) for name in ("h100", "h200", "a100", "rtx3090"))
+    h100, h200, a100 = (load(name) for name in ("h100", "h200", "a100"))
     pair = HardwareProfile.load(Path(__file__).parents[2] / "bench/results/h200/calibration-x2.json")
     for name in COLLECTIVES:
         assert getattr(h200, name) == getattr(pair, name)
-        share = getattr(h100, name) / 450  # of NVLink, one way
-        assert getattr(a100, name) == pytest.approx(share * 300, rel=0.01)
-        assert getattr(rtx3090, name) == pytest.approx(share * rtx3090.bidirectional_gbps / 2, rel=0.01)
-        assert [each.known(name) for each in (a100, rtx3090)] == ["composed"] * 2
-    for each in (h100, h200):
-        assert [each.known(name) for name in COLLECTIVES] == ["measured", "composed"]
-    assert a100.known("matmul_tflops") == "composed"
-    assert a100.known("streamed_adam_gparams") == "assumed"
-    for profile in (h100, h200, a100, rtx3090):
-        assert profile.known("network_gbps") == "composed"
+        assert getattr(a100, name) == pytest.approx(getattr(h100, name) * 300 / 450, rel=0.01)  # of NVLink, one way
+    assert [h100.known(name) for name in COLLECTIVES] == ["measured", "composed"]
+    assert [a100.known(name) for name in ("matmul_tflops", "streamed_adam_gparams")] == ["composed", "assumed"]
 
 
 PARTS = ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100D-10C", "NVIDIA L40S-12Q", "NVIDIA GeForce RTX 4090 D"]
@@ -288,7 +281,6 @@ ALLOWED = usable_cores()
     [
         ({"proc/self/cgroup": "0::/pod/box\n", f"{GROUP}/pod/cpu.max": "250000 100000\n"}, 2.5),
         ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "50000 100000"}, 1),
-        ({"proc/self/cgroup": "0::/pod\n", "sys/fs/cgroup/pod/cpu.max": "max 100000\n"}, ALLOWED),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "99900000 100000\n"}, ALLOWED),
         (
             {
@@ -302,7 +294,6 @@ ALLOWED = usable_cores()
             2,
         ),
         ({"proc/self/cgroup": "5:cpu:/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}, ALLOWED),
-        ({"proc/self/cgroup": "0::/\n"}, ALLOWED),
     ],
 )
 def test_no_more_cores_than_control_groups_grant(write: Write, files: dict[str, str], cores: float) -> None:

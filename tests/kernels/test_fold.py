@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from protrain_kernels import TILE, Slice, fold, fold_reference, in_parts, padded, sum_of_squares_reference, tiles
-from protrain_kernels.fold import table_for
 from tests.kernels.states import BF16, FP16, FP32, TYPES, any_bits, same_bits
 
 # NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
@@ -176,18 +175,6 @@ def test_a_rank_without_a_gradient_changes_nothing(backend: Any, dtype: torch.dt
         same_bits(gradient, expected.to(kind))
 
 
-def test_the_factor_is_a_multiplication_in_fp32(backend: Any) -> None:
-    """By fp32(1/3), not a division by three and not a multiplication in fp64; it may lose or make an infinity."""
-    values = _spread(1, TILE, FP32)
-    values[0, :3] = torch.tensor([3e38, -3e38, 1e-45])
-    third = torch.tensor(1 / 3)
-    assert not torch.equal(values[0] * third, values[0] / 3)
-    for factor, expected in ((third.item(), values[0] * third), (2.0, values[0] * 2)):
-        gradient = torch.full((TILE,), torch.nan, device=backend.device)
-        fold(values.to(backend.device), _whole(TILE), gradient=gradient, factor=factor)
-        same_bits(gradient, expected)
-
-
 def test_nothing_to_fold(backend: Any) -> None:
     gradient, partials = torch.ones(128, device=backend.device), torch.ones(1, device=backend.device)
     pieces = torch.zeros(2, 128, device=backend.device)
@@ -274,14 +261,3 @@ def test_partials_of_tiles_that_are_cut_need_no_room() -> None:
     gradient, partials = torch.zeros(part.padded), torch.zeros(1)
     fold(torch.ones(2, part.padded), [part], gradient=gradient, factor=1.0, partials=partials)
     assert partials.tolist() == [4.0 * TILE]
-
-
-def test_fold_makes_a_table_once() -> None:
-    table_for.cache_clear()
-    pieces, gradient = torch.zeros(2, 512), torch.zeros(512)
-    for _ in range(3):
-        fold(pieces, [_slice(), _slice(offset=256)], gradient=gradient, factor=1.0)
-    assert table_for.cache_info().misses == 1
-    for offset in (0, 128, 256):
-        fold(pieces, [_slice(offset=offset)], gradient=gradient, factor=1.0)
-    assert table_for.cache_info().misses == 4
