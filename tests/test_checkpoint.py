@@ -138,6 +138,25 @@ def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_exported_folder_is_of_one_process_and_there_once_it_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError("failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_files, "sync", fail)
+        with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
+            (scratch / "file").touch()
+    assert not list(tmp_path.iterdir())
+    with complete_folder(tmp_path / "model", "exported model") as scratch:
+        (scratch / "file").touch()
+        other = complete_folder(tmp_path / "model", "exported model")
+        with pytest.raises(OSError, match=r"another process writes to .*: give another folder for the exp"), other:
+            pass
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["file"]
+
+
 def test_a_disk_itself_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
     with (

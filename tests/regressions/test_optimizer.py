@@ -178,6 +178,16 @@ def test_averages_are_not_averaged(plan: str) -> None:
     assert_same(other.state_dict(), averaged.state_dict())
 
 
+def test_weights_of_one_memory_are_refused_by_name() -> None:
+    """A trained parameter that shares memory with another tensor came apart in training without a word."""
+    model = Blocks()
+    both = torch.randn(2, 32)
+    model.get_submodule("blocks.0.0").bias = nn.Parameter(both[0])
+    model.get_submodule("blocks.1.0").bias = nn.Parameter(both.view(-1)[16:48])
+    with pytest.raises(ValueError, match=r"blocks\.[01]\.0\.bias.*memory"):
+        protrain.wrap(model, adamw(model), example_batch=rows(), device="cpu", progress=False)
+
+
 def test_a_float64_model_is_refused_and_frozen_float64_stays() -> None:
     """A float64 model was trained in the type of the other weights without a word."""
     model = Blocks().double()
