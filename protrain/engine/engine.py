@@ -32,10 +32,12 @@ whole or not at all: see [Note: commit] in updates.py. No other line is written 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -55,7 +57,6 @@ from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import (
-    frozen_error,
     refuse_foreign_gradients,
     refuse_hooks_on_sums,
     take_gradient,
@@ -129,7 +130,11 @@ class Engine:
             with torch._C.DisableTorchFunctionSubclass():
                 newly_trainable = next((member for member in self._frozen if member.parameter.requires_grad), None)
             if newly_trainable is not None:
-                raise frozen_error(newly_trainable.name)
+                raise MisuseError(
+                    f"{newly_trainable.name} was frozen when the model was wrapped, so it has no optimizer states and "
+                    "would not be trained: set requires_grad before protrain.wrap, and wrap the model anew to train "
+                    "other parameters"
+                )
         self.streams.refuse_another()
         self.reset()
         self._restart(training=torch.is_grad_enabled())
@@ -231,7 +236,8 @@ class Engine:
         Gradients that a backward had brought into chunks before it failed stay, and it counts for nothing else.
 
         Raises:
-            MisuseError: this process was forked, and has neither the host memory of states nor the threads of updates.
+            MisuseError: this process was forked, and has neither the host memory of states nor the threads of updates,
+                or a signal handler calls this in the middle of what would be left unfinished.
         """
         if os.getpid() != self._process:
             raise MisuseError(
@@ -249,6 +255,13 @@ class Engine:
             return
         end_left_hooks(self.buffers)
         if self.unfinished:
+            own = {each.__code__ for each in (Visits.run, Engine._restart, Engine._update, Engine.weights_changed)}
+            for frame, _ in walk_stack(sys._getframe(2)):  # beyond the caller, which is Visits.run for a usual call
+                if frame.f_code in own and frame.f_locals["self"] in (self, self.visits):
+                    raise MisuseError(
+                        "a signal handler has used the model while a unit of it begins or ends, or a step: let the "
+                        "handler only set a flag for the training loop"
+                    )
             self.updates.drain()
             self.streams.synchronize()
             self.bindings.reset()
@@ -258,7 +271,7 @@ class Engine:
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""
         self.reset()
-        return self.gradients.is_pending(index)
+        return index in self.gradients.pending or self.gradients.present[index]
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 

@@ -169,10 +169,6 @@ class Chunk:
         self.state = self.state.become(state)
         self._last, self.update = then or job, job if state is ChunkState.UPDATING else None
 
-    def is_updated(self) -> bool:
-        """Whether the weight in host memory is that of the last step. It never is after an update that has failed."""
-        return self.update is None or self.update.succeeded
-
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
         if self.update is not None:
@@ -187,7 +183,8 @@ class Chunk:
         else:
             self.update.result()
             last.result()  # an error in either is raised in all who wait
-        self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
+        if self._last is last:  # no signal handler has waited as well meanwhile
+            self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
 
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""

@@ -244,7 +244,7 @@ class BufferPool:
         found.chunk = chunk
         found.become(Residency.ASSIGNED)
         self._by_chunk[chunk.index] = found
-        if chunk.is_updated():
+        if chunk.update is None or chunk.update.succeeded:  # the weight in host memory is that of the last step
             self.issue_upload(chunk)
         return found
 

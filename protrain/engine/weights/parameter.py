@@ -198,14 +198,6 @@ def refuse_foreign_gradients(members: Iterable[Member]) -> None:
                 )
 
 
-def frozen_error(name: str) -> MisuseError:
-    """The error for the parameter ``name`` that is to be trained now, and was not when the model was wrapped."""
-    return MisuseError(
-        f"{name} was frozen when the model was wrapped, so it has no optimizer states and would not be "
-        "trained: set requires_grad before protrain.wrap, and wrap the model anew to train other parameters"
-    )
-
-
 def edit_error(name: str, how: str) -> MisuseError:
     """The error for the parameter ``name`` whose data was ``how`` (replaced, or changed in place)."""
     return MisuseError(
