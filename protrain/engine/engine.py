@@ -27,6 +27,9 @@ torch, step() leaves gradients where they are, and zero_grad() forgets them and 
 it has left a backward, a begin or an end of a unit, or the end of a step unfinished. The next call of the engine then
 calls ``reset``, which waits for all work under way and has no unit use any chunk. A step itself is carried out as a
 whole or not at all: see [Note: commit] in updates.py. No other line is written to survive an interrupt.
+
+A signal handler may come between any two lines, too, and call the engine. It finds the same marks, but the function
+that has made them is still on the stack. Then the call is refused.
 """
 
 from __future__ import annotations
@@ -186,7 +189,8 @@ class Engine:
         if self.phase is not Phase.BACKWARD:
             self._begin_gradients()
         if gradient is not None and member.group >= 0:
-            known, gradient = self.gradients.pending.get(index), gradient.detach()  # it is one of create_graph=True
+            # It may be one of create_graph=True, or a sparse one of an embedding.
+            known, gradient = self.gradients.pending.get(index), gradient.detach().to_dense()
             self.gradients.pending[index] = gradient if known is None else known + gradient
 
     def _go_to(self, new: Phase) -> None:
