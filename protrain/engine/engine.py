@@ -28,18 +28,20 @@ it has left a backward, a begin or an end of a unit, or the end of a step unfini
 calls ``reset``, which waits for all work under way and has no unit use any chunk. A step itself is carried out as a
 whole or not at all: see [Note: commit] in updates.py. No other line is written to survive an interrupt.
 
-A signal handler may come between any two lines, too, and call the engine. It finds the same marks, but the function
-that has made them is still on the stack. Then the call is refused.
+A signal handler or another thread may come between any two lines, too, and call the engine. It finds the same marks,
+but the function that has made them is still on the stack of its thread. Then the call is refused.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from traceback import walk_stack
 from typing import Any
 
@@ -248,7 +250,10 @@ class Engine:
                 "this process was forked from the one that called protrain.wrap, and has no model states: train, read "
                 "and save the model there, or call protrain.wrap in this process"
             )
-        if self._backward is not None and (self._backward() is None or torch._C._current_graph_task_id() == -1):
+        failed = self._backward is not None and (self._backward() is None or torch._C._current_graph_task_id() == -1)
+        if failed or (self.unfinished and not self.visits.running):
+            self._refuse_others()
+        if failed:
             self.unfinished += 1
             self.visits.abandon_backward()
             self.gradients.abandon()
@@ -259,18 +264,27 @@ class Engine:
             return
         end_left_hooks(self.buffers)
         if self.unfinished:
-            own = {each.__code__ for each in (Visits.run, Engine._restart, Engine._update, Engine.weights_changed)}
-            for frame, _ in walk_stack(sys._getframe(2)):  # beyond the caller, which is Visits.run for a usual call
-                if frame.f_code in own and frame.f_locals["self"] in (self, self.visits):
-                    raise MisuseError(
-                        "a signal handler has used the model while a unit of it begins or ends, or a step: let the "
-                        "handler only set a flag for the training loop"
-                    )
             self.updates.drain()
             self.streams.synchronize()
             self.bindings.reset()
             self.visits.reset()
             self.unfinished = 0
+
+    def _refuse_others(self) -> None:
+        """MisuseError if what looks unfinished is under way in another thread, or below a signal handler."""
+        own = {each.__code__ for each in (Visits.run, Engine._restart, Engine._update, Engine.weights_changed)}
+        if self._backward is not None and self._backward() is not None:
+            own.add(torch.autograd.graph._engine_run_backward.__code__)
+        # Of this thread beyond the caller of ``reset``, which is Visits.run in a usual call.
+        stacks = {**sys._current_frames(), threading.get_ident(): sys._getframe(3)}
+        if any(
+            frame.f_code in own and frame.f_locals.get("self", self) in (self, self.visits)
+            for frame, _ in chain.from_iterable(map(walk_stack, stacks.values()))
+        ):
+            raise MisuseError(
+                "a signal handler or another thread has used the model in the middle of a step: let the handler only "
+                "set a flag for the training loop, and give other threads copies (model.state_dict())"
+            )
 
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -132,6 +133,33 @@ def test_a_signal_handler_that_reads_changes_nothing(plan: str) -> None:
     assert "read" in said
     assert refused
     assert all("let the handler only set a flag" in each for each in refused)
+
+
+@both_plans
+def test_what_another_thread_reads_during_a_step_changes_nothing(plan: str) -> None:
+    """It took the gradients of the backward that ran for those of one that had failed, and dropped them."""
+    model, optimizer = wrapped(plan)
+    said: list[str] = []
+
+    def read() -> None:
+        try:
+            model.state_dict()
+        except protrain.MisuseError as error:
+            said.append(str(error))
+
+    def hook(*_: Any) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    handle = model.get_submodule("blocks.1").register_full_backward_hook(hook)
+    values = train(model, optimizer)
+    handle.remove()
+    assert len(said) == 2
+    assert all("give other threads copies" in each for each in said)
+    undisturbed = wrapped(plan)
+    assert values == train(*undisturbed)
+    assert_same(left(model, optimizer), left(*undisturbed))
 
 
 @both_plans

@@ -331,7 +331,7 @@ class GradientPools:
         if not released:
             return self._more(persistent)
         # The device may still be updating the first of them when the host is done with later ones.
-        chunk = next((one for one in released if one.is_free()), released[0])
+        chunk = next((one for one in released if one.last is None or one.last.done()), released[0])
         chunk.wait()
         chunk.grad = None
         return self._released.pop(chunk)
