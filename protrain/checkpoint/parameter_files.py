@@ -49,7 +49,7 @@ def write_parameters(
     step = 0
     for name, part in parts:
         elements = part.elements
-        if elements.start == elements.stop and (ranks.rank > 0 or not part.is_whole):
+        if elements.start == elements.stop and (ranks.rank or 0 not in part.shape):
             continue
         step = max(step, int(part.tensors.get("step", 0)))
         about = {"shape": [*part.shape], "elements": [elements.start, elements.stop], "kinds": [*part.tensors]}

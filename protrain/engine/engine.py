@@ -27,15 +27,22 @@ torch, step() leaves gradients where they are, and zero_grad() forgets them and 
 it has left a backward, a begin or an end of a unit, or the end of a step unfinished. The next call of the engine then
 calls ``reset``, which waits for all work under way and has no unit use any chunk. A step itself is carried out as a
 whole or not at all: see [Note: commit] in updates.py. No other line is written to survive an interrupt.
+
+A signal handler or another thread may come between any two lines, too, and call the engine. It finds the same marks,
+but the function that has made them is still on the stack of its thread. Then the call is refused.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -55,7 +62,6 @@ from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import (
-    frozen_error,
     refuse_foreign_gradients,
     refuse_hooks_on_sums,
     take_gradient,
@@ -129,7 +135,11 @@ class Engine:
             with torch._C.DisableTorchFunctionSubclass():
                 newly_trainable = next((member for member in self._frozen if member.parameter.requires_grad), None)
             if newly_trainable is not None:
-                raise frozen_error(newly_trainable.name)
+                raise MisuseError(
+                    f"{newly_trainable.name} was frozen when the model was wrapped, so it has no optimizer states and "
+                    "would not be trained: set requires_grad before protrain.wrap, and wrap the model anew to train "
+                    "other parameters"
+                )
         self.streams.refuse_another()
         self.reset()
         self._restart(training=torch.is_grad_enabled())
@@ -181,7 +191,8 @@ class Engine:
         if self.phase is not Phase.BACKWARD:
             self._begin_gradients()
         if gradient is not None and member.group >= 0:
-            known, gradient = self.gradients.pending.get(index), gradient.detach()  # it is one of create_graph=True
+            # It may be one of create_graph=True, or a sparse one of an embedding.
+            known, gradient = self.gradients.pending.get(index), gradient.detach().to_dense()
             self.gradients.pending[index] = gradient if known is None else known + gradient
 
     def _go_to(self, new: Phase) -> None:
@@ -231,14 +242,18 @@ class Engine:
         Gradients that a backward had brought into chunks before it failed stay, and it counts for nothing else.
 
         Raises:
-            MisuseError: this process was forked, and has neither the host memory of states nor the threads of updates.
+            MisuseError: this process was forked, and has neither the host memory of states nor the threads of updates,
+                or a signal handler calls this in the middle of what would be left unfinished.
         """
         if os.getpid() != self._process:
             raise MisuseError(
                 "this process was forked from the one that called protrain.wrap, and has no model states: train, read "
                 "and save the model there, or call protrain.wrap in this process"
             )
-        if self._backward is not None and (self._backward() is None or torch._C._current_graph_task_id() == -1):
+        failed = self._backward is not None and (self._backward() is None or torch._C._current_graph_task_id() == -1)
+        if failed or (self.unfinished and not self.visits.running):
+            self._refuse_others()
+        if failed:
             self.unfinished += 1
             self.visits.abandon_backward()
             self.gradients.abandon()
@@ -255,10 +270,26 @@ class Engine:
             self.visits.reset()
             self.unfinished = 0
 
+    def _refuse_others(self) -> None:
+        """MisuseError if what looks unfinished is under way in another thread, or below a signal handler."""
+        own = {each.__code__ for each in (Visits.run, Engine._restart, Engine._update, Engine.weights_changed)}
+        if self._backward is not None and self._backward() is not None:
+            own.add(torch.autograd.graph._engine_run_backward.__code__)
+        # Of this thread beyond the caller of ``reset``, which is Visits.run in a usual call.
+        stacks = {**sys._current_frames(), threading.get_ident(): sys._getframe(3)}
+        if any(
+            frame.f_code in own and frame.f_locals.get("self", self) in (self, self.visits)
+            for frame, _ in chain.from_iterable(map(walk_stack, stacks.values()))
+        ):
+            raise MisuseError(
+                "a signal handler or another thread has used the model in the middle of a step: let the handler only "
+                "set a flag for the training loop, and give other threads copies (model.state_dict())"
+            )
+
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""
         self.reset()
-        return self.gradients.is_pending(index)
+        return index in self.gradients.pending or self.gradients.present[index]
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 

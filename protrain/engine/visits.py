@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +33,7 @@ from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.handle import Engine
+from protrain.forward.dispatch import RuntimeMode
 from protrain.planning.schedule import Schedule
 from protrain.planning.timeline import GPU
 
@@ -84,13 +86,14 @@ class Visits:
         running = self.running
         try:
             self.running = running + 1
-            if not torch.is_grad_enabled():
-                output = function(*args, **kwargs)
-            elif around:
-                with Frame(engine, unit).hooks():
+            with RuntimeMode() if torch._C._len_torch_dispatch_stack() else nullcontext():  # it counts all writes
+                if not torch.is_grad_enabled():
                     output = function(*args, **kwargs)
-            else:
-                output = frame_of(engine, unit).run(function, args, kwargs)
+                elif around:
+                    with Frame(engine, unit).hooks():
+                        output = function(*args, **kwargs)
+                else:
+                    output = frame_of(engine, unit).run(function, args, kwargs)
             output = copy_escaping_weights(output, buffers)
         finally:
             self.running = running

@@ -199,10 +199,11 @@ def chunk_loss(model: nn.Module) -> Callable[[], None]:
             "the loss: leave it out"
         )
     shared = _Head(language_model, head, softcap, used.names)
+    # Both have the signatures of the originals, because libraries inspect them.
     return replace_attributes(
         [
-            (language_model, "forward", _like(shared.model_forward, shared.run_model)),
-            (head, "forward", _like(shared.head_forward, shared.run_head)),
+            (language_model, "forward", functools.wraps(shared.model_forward)(functools.partial(shared.run_model))),
+            (head, "forward", functools.wraps(shared.head_forward)(functools.partial(shared.run_head))),
             (language_model, "_loss_function", shared.run_loss),
         ]
     )
@@ -279,15 +280,10 @@ def _softcap(model: Any, head: nn.Linear, used: _Used) -> float | None:
         return None
     plain = torch.linspace(-_LARGE, _LARGE, head.out_features).expand(1, 2, -1)
     given: list[Tensor] = []
-
-    def loss(logits: Tensor, *args: Any, **kwargs: Any) -> None:
-        given.append(logits)
-        raise _Stop
-
     hidden = _Output(torch.zeros(1, 2, head.in_features))
     undo = replace_attributes(
         [
-            (model, "_loss_function", loss),
+            (model, "_loss_function", lambda logits, *_, **__: given.append(logits)),
             *((module, "forward", lambda *_, **__: hidden) for module in model.base_model.modules()),
             (head, "forward", lambda _: plain),
         ]
@@ -304,12 +300,3 @@ def _softcap(model: Any, head: nn.Linear, used: _Used) -> float | None:
         return 0.0
     cap = float(given[0].max())
     return cap if torch.allclose(given[0], cap * torch.tanh(plain / cap)) else None
-
-
-class _Stop(Exception):
-    """Ends the model's forward where it has shown enough."""
-
-
-def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` with the signature of ``original``, because libraries inspect it."""
-    return functools.update_wrapper(functools.partial(method), original)

@@ -108,13 +108,14 @@ def graphs_alone() -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    split = aot_autograd(
-        fw_compiler=_marked,
-        bw_compiler=_marked,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
+    return _saving_little(
+        aot_autograd(
+            fw_compiler=_marked,
+            bw_compiler=_marked,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
     )
-    return _saving_little(split)
 
 
 def inside_graph() -> bool:

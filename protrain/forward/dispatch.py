@@ -1,4 +1,4 @@
-"""Dispatch modes that must not change what is compiled, and the attention operators that such modes recognise.
+"""Dispatch modes that must not change what is compiled, and the operators that such modes recognise.
 
 The outputs of attention cost much time to compute and little memory to keep.
 """
@@ -6,6 +6,7 @@ The outputs of attention cost much time to compute and little memory to keep.
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ class RuntimeMode(TorchDispatchMode):
 
     Inside a compiled forward the mode sees only the operators that the compiler left to libraries. Operators that take
     other operators pass through.
+
+    Inside any dispatch mode torch does not count what operators on lists (``torch._foreach_mul_``) write in the
+    versions of tensors, by which a change is found. So this mode does.
     """
 
     supports_higher_order_operators = True
@@ -37,6 +41,12 @@ class RuntimeMode(TorchDispatchMode):
         """
         return False
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run ``func``, and count what it writes to a list of tensors."""
+        if args and isinstance(args[0], list) and func._schema.arguments[0].is_write:
+            torch.autograd.graph.increment_version(args[0])
+        return func(*args, **(kwargs or {}))
+
 
 def detached(tensor: Tensor) -> Tensor:
     """``tensor`` without its graph, as an output that refers to its own node would never be freed.
@@ -50,25 +60,10 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-_NAMES = {
-    *(
-        f"aten::_scaled_dot_product_{kind}"
-        for kind in (
-            "flash_attention",
-            "flash_attention_for_cpu",
-            "efficient_attention",
-            "cudnn_attention",
-            "fused_attention_overrideable",
-        )
-    ),
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    *(
-        f"{package}::_flash_attn{kind}forward"
-        for package in ("flash_attn", "flash_attn_3")
-        for kind in ("_", "_varlen_")
-    ),
-}
+_ATTENTION = re.compile(
+    r"aten::_scaled_dot_product_((flash|efficient|cudnn)_attention|flash_attention_for_cpu|fused_attention_overrideable)"
+    r"|aten::_(flash|efficient)_attention_forward|flash_attn(_3)?::_flash_attn_(varlen_)?forward"
+)
 
 
 @functools.cache  # asked for every operator of a block
@@ -78,7 +73,7 @@ def is_attention(operator: Any) -> bool:
     The plain formula consists of several operators, and autograd saves sequence x sequence matrices of it. Its output
     is not worth keeping.
     """
-    return isinstance(operator, OpOverload) and operator._schema.name in _NAMES
+    return isinstance(operator, OpOverload) and _ATTENTION.fullmatch(operator._schema.name) is not None
 
 
 def for_backward(outputs: Any) -> Tensor | None:
@@ -86,7 +81,7 @@ def for_backward(outputs: Any) -> Tensor | None:
 
     It is None if there are no such sums. A kernel that knows of no backward leaves them out, or empty.
     """
-    if not isinstance(outputs, tuple | list) or len(outputs) < 2:
+    if not isinstance(outputs, tuple) or len(outputs) < 2:
         return None
     found = outputs[1]
     return found if isinstance(found, Tensor) and found.numel() else None

@@ -86,7 +86,7 @@ class StorageMeter(RuntimeMode):
         fused = inside_graph() and not is_product(func)
         if not fused:
             self._count_fused()
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in memory_in(result):
             storage = tensor.untyped_storage()
             self._remember(storage, storage.nbytes() if self._counts else 0, fused=fused)

@@ -104,6 +104,7 @@ class TracedStep:
             for block in self._modules.values():
                 stack.callback(block.forget)  # it may refer to this step, as the forward that the step gave the block
             stack.callback(torch.clear_autocast_cache)  # its casts of weights would outlast the weights
+            stack.callback(nn.utils.parametrize._cache.clear)  # so would what parametrizations make of them
             if self._device.type == "meta":
                 stack.enter_context(as_if_on_gpu(self._known, compiled=self.compiled))
             if self._measure:
@@ -227,8 +228,7 @@ class TracedStep:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if not self._in_forward:
                 return
-            popped = self._active.pop()
-            assert popped == path, f"{popped} left as {path}"
+            self._active.pop()
             # Without gradients the engine offloads nothing when the unit is done.
             if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
                 self._switch(None)

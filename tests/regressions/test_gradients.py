@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
-from tests.regressions.plain import WIDTH, Blocks, both_plans, rows, same_bits, step, train, wrapped
+from tests.regressions.plain import WIDTH, Blocks, both_plans, plain, rows, same_bits, step, train, wrapped
 
 FIRST = "blocks.0.0.weight"
 
@@ -126,3 +126,20 @@ def test_a_penalty_from_before_the_first_call_is_refused_in_its_backward(plan: s
     loss = model(rows()).square().mean() + penalty
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Words(Blocks):
+    """Blocks over the words of a table, whose gradient may be sparse."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, WIDTH, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.words((x[:, 0].abs() * 8).long()))
+
+
+@both_plans
+def test_an_embedding_with_sparse_gradients_trains_like_a_dense_one(plan: str) -> None:
+    """Backward failed with an error of torch about memory formats."""
+    assert train(*wrapped(plan, lambda: Words(sparse=True)), 3) == train(*plain(lambda: Words(sparse=False)), 3)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -89,6 +91,75 @@ def test_ctrl_c_at_any_time_of_a_forward_or_backward_changes_nothing(plan: str) 
         training[1].zero_grad()
         assert train(*training, 1, seed=number) == train(*undisturbed, 1, seed=number), number
     assert_same(left(*training), left(*undisturbed))
+
+
+class Handled(Calls):
+    """Lets ``handler`` run when the call comes, as Python runs the handler of a signal."""
+
+    def __init__(self, handler: Callable[[], object], at: int) -> None:
+        super().__init__(at)
+        self.handler = handler
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        try:
+            super().__call__(frame, event, argument)
+        except KeyboardInterrupt:
+            self.handler()
+
+
+@both_plans
+def test_a_signal_handler_that_reads_changes_nothing(plan: str) -> None:
+    """A handler that saved at any time made the training hang or fail. It is refused where weights are on their way."""
+    training, undisturbed = wrapped(plan), wrapped(plan)
+    assert train(*training, 1) == train(*undisturbed, 1)
+    calls, said = Calls(), set[str]()
+
+    def read() -> None:
+        try:
+            left(*training)
+            said.add("read")
+        except protrain.MisuseError as error:
+            said.add(str(error))
+
+    with calls:
+        train(*training, 1)
+    train(*undisturbed, 1)
+    for number in range(40):
+        with Handled(read, 1 + calls.made * number // 40):
+            values = train(*training, 1, seed=number)
+        assert values == train(*undisturbed, 1, seed=number), number
+    assert_same(left(*training), left(*undisturbed))
+    refused = said - {"read"}
+    assert "read" in said
+    assert refused
+    assert all("let the handler only set a flag" in each for each in refused)
+
+
+@both_plans
+def test_what_another_thread_reads_during_a_step_changes_nothing(plan: str) -> None:
+    """It took the gradients of the backward that ran for those of one that had failed, and dropped them."""
+    model, optimizer = wrapped(plan)
+    said: list[str] = []
+
+    def read() -> None:
+        try:
+            model.state_dict()
+        except protrain.MisuseError as error:
+            said.append(str(error))
+
+    def hook(*_: Any) -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    handle = model.get_submodule("blocks.1").register_full_backward_hook(hook)
+    values = train(model, optimizer)
+    handle.remove()
+    assert len(said) == 2
+    assert all("give other threads copies" in each for each in said)
+    undisturbed = wrapped(plan)
+    assert values == train(*undisturbed)
+    assert_same(left(model, optimizer), left(*undisturbed))
 
 
 @both_plans

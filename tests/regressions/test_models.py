@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import protrain
 from tests.regressions.plain import (
@@ -220,3 +221,29 @@ def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) 
             return left(model, optimizer)
 
     assert_same(run(plan), run("on the device"))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def symmetric() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+@both_plans
+@pytest.mark.parametrize("late", [False, True])
+def test_parametrized_weights_are_cached_in_each_step(plan: str, late: bool) -> None:
+    """In a first call inside parametrize.cached() weights got no gradient, as it found what the profile had cached."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values = []
+        for seed in range(3):
+            with parametrize.cached():
+                values.append(step(optimizer, model(rows(seed)).square().mean()))
+        return values
+
+    check(script, plan, lambda: Blocks(symmetric), late=late)

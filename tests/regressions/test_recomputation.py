@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import protrain
 from tests.regressions.plain import (
@@ -81,15 +84,75 @@ def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(model: nn.M
     return [step(optimizer, loss), *train(model, optimizer)]
 
 
-@same_bits(lambda: Blocks(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))))
+class Scaling(nn.Module):
+    """A layer that begins to write a buffer or its weight, by an operator on a list, when a script says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.written = nn.Linear(WIDTH, WIDTH), ""
+        self.register_buffer("factor", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x)) * self.get_buffer("factor").clone()
+        if self.written:
+            with torch.no_grad():
+                torch._foreach_mul_([self.state_dict(keep_vars=True)[self.written]], 0.9)
+        return x
+
+
+MODES = {"no mode": nullcontext, "a mode": partial(FlopCounterMode, display=False)}
+scaled = partial(Blocks, Scaling)
+each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def write(model: nn.Module, name: str) -> None:
+    for block in model.get_submodule("blocks").children():
+        vars(block)["written"] = name
+
+
+@same_bits(scaled)
 def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, optimizer: Any) -> list[float]:
-    """A buffer that a forward has updated, or read, may be changed by the script, late in training."""
-    values = train(model, optimizer)
-    model.eval()
-    loss = model(rows()).square().mean()
-    for name, buffer in model.named_buffers():
-        buffer.mul_(2 if name.startswith("blocks.1") else 3)
-    return [*values, step(optimizer, loss), *train(model, optimizer)]
+    """A buffer that a forward has read, or updated before, may be changed by the script, late in training."""
+    values = []
+    for written in ("", "factor"):
+        write(model, written)
+        values += train(model, optimizer)
+        write(model, "")
+        loss = model(rows()).square().mean()
+        for name, buffer in model.named_buffers():
+            buffer.mul_(2 if name.startswith("blocks.1") else 3)
+        values.append(step(optimizer, loss))
+    return [*values, *train(model, optimizer)]
+
+
+@each_mode
+@pytest.mark.parametrize("keeps", [False, True])
+@both_plans
+def test_a_block_begins_to_update_a_buffer_late(plan: str, keeps: bool, mode: Callable[[], Any]) -> None:
+    """In a dispatch mode, which a plan that keeps attention has itself, the buffer was updated twice."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values = train(model, optimizer)
+        write(model, "factor")
+        with mode():
+            return values + train(model, optimizer, 3)
+
+    check(script, plan, scaled, plans={"keep_attention": keeps})
+
+
+@each_mode
+@pytest.mark.parametrize("keeps", [False, True])
+@both_plans
+def test_a_block_that_writes_its_weight_is_refused(plan: str, keeps: bool, mode: Callable[[], Any]) -> None:
+    """In a dispatch mode the write was lost without a word, and wrap did not see it."""
+    model, optimizer = wrapped(plan, scaled, plans={"keep_attention": keeps})
+    train(model, optimizer)
+    write(model, "linear.weight")
+    with pytest.raises(protrain.MisuseError, match=r"data of blocks\.0\.linear\.weight was changed in place"), mode():
+        train(model, optimizer)
+    write(other := scaled(), "linear.weight")
+    with pytest.raises(ValueError, match=r"changes its parameter blocks\.0\.linear\.weight in place"):
+        wrapped(ON_DEVICE, lambda: other)
 
 
 class Counted(nn.Linear):

@@ -58,10 +58,9 @@ class KeptAttention:
         self._calls: list[_Call] = []
         self._with_output: dict[int, _Call] = {}  # by the address of an output, which is unique while that is alive
 
-    def first_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``function``, the block's first run, with calls of attention recorded."""
-        with _InPlaceOfAttention(self._record):
-            return function(*args, **kwargs)
+    def first_run(self) -> RuntimeMode:
+        """A mode for the first run, in which the calls of attention are recorded."""
+        return _InPlaceOfAttention(self._record)
 
     def _record(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
@@ -129,7 +128,9 @@ class _InPlaceOfAttention(RuntimeMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, or what stands for it."""
-        return self._run(func, args, kwargs or {}) if is_attention(func) else func(*args, **(kwargs or {}))
+        if is_attention(func):
+            return self._run(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _with_tensors(function: Callable[[Tensor], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -197,12 +197,10 @@ class CheckpointFrame(Frame, Recomputation):
         self.first_run_begins(function, args, kwargs)
         for copy in self.modules.copies.values():
             self.engine.ledger.hold(copy, within=self)
-        if (attention := self.attention) is None:
+        with nullcontext() if self.attention is None else self.attention.first_run():
             output = super().run(function, args, kwargs)
-        else:
-            output = super().run(lambda *args, **kwargs: attention.first_run(function, args, kwargs), args, kwargs)
-            for tensor in attention.keep():
-                self.engine.ledger.hold(tensor)
+        for tensor in () if self.attention is None else self.attention.keep():
+            self.engine.ledger.hold(tensor)
         self.first_run_ends()
         return output
 

@@ -76,10 +76,6 @@ class Gradients:
         self._counts = False  # whether the current backward is among them
         self._brings = True  # whether the backward that runs, or has failed, still brings gradients
 
-    def is_pending(self, index: int) -> bool:
-        """Whether parameter ``index`` has a gradient."""
-        return index in self.pending or self.present[index]
-
     def indices(self) -> set[int]:
         """The indices of the parameters that have a gradient."""
         return {index for index, present in enumerate(self.present) if present}
@@ -146,10 +142,6 @@ class Gradients:
     def has_gradients(self, chunk: Chunk) -> bool:
         """Whether any parameter of ``chunk`` has a gradient."""
         return any(self.present[index] for index in chunk.parameters)
-
-    def has_all(self, chunk: Chunk) -> bool:
-        """Whether this backward has brought a gradient to every parameter of ``chunk``, on this rank."""
-        return all(index in self.delivered for index in chunk.parameters)
 
     def agree(self, chunk: Chunk) -> bool:
         """Let all ranks know which parameters of ``chunk`` have a gradient on any of them.
@@ -339,7 +331,7 @@ class GradientPools:
         if not released:
             return self._more(persistent)
         # The device may still be updating the first of them when the host is done with later ones.
-        chunk = next((one for one in released if one.is_free()), released[0])
+        chunk = next((one for one in released if one.last is None or one.last.done()), released[0])
         chunk.wait()
         chunk.grad = None
         return self._released.pop(chunk)

@@ -138,7 +138,7 @@ class Chunk:
     current_weight: Tensor = field(init=False)
     state: ChunkState = field(default=ChunkState.CURRENT, init=False)
     update: Job | None = field(default=None, init=False)  # after which the weight is that of the step, while UPDATING
-    _last: Job | None = field(default=None, init=False)  # that reads the gradient or writes states, unless CURRENT
+    last: Job | None = field(default=None, init=False)  # that reads the gradient or writes states, unless CURRENT
 
     def __post_init__(self) -> None:
         self.resident = self.persistent and not self.ranks.several
@@ -167,11 +167,7 @@ class Chunk:
     def begin(self, state: ChunkState, job: Job, *, then: Job | None = None) -> None:
         """Give the host ``job``, and ``then`` after it."""
         self.state = self.state.become(state)
-        self._last, self.update = then or job, job if state is ChunkState.UPDATING else None
-
-    def is_updated(self) -> bool:
-        """Whether the weight in host memory is that of the last step. It never is after an update that has failed."""
-        return self.update is None or self.update.succeeded
+        self.last, self.update = then or job, job if state is ChunkState.UPDATING else None
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
@@ -180,18 +176,15 @@ class Chunk:
 
     def wait(self) -> None:
         """Block until nothing that was queued reads the gradient, or reads or writes the states."""
-        if (last := self._last) is None:
+        if (last := self.last) is None:
             return
         if self.update is None:
             last.exception()  # of a speculative update, which has left the states unchanged and is done anew
         else:
             self.update.result()
             last.result()  # an error in either is raised in all who wait
-        self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
-
-    def is_free(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._last is None or self._last.done()
+        if self.last is last:  # no signal handler has waited as well meanwhile
+            self.state, self.last, self.update = self.state.become(ChunkState.CURRENT), None, None
 
     @property
     def speculates_weight_only(self) -> bool:

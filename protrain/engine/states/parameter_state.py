@@ -147,11 +147,6 @@ class Part:
     elements: slice
     tensors: Mapping[str, Any]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the run is all of the parameter."""
-        return self.elements == slice(0, self.shape.numel())
-
     def copies(self) -> dict[str, Tensor]:
         """The ``tensors``, of which those that lie in place are copied to the CPU."""
         return {k: t if isinstance(t, Tensor) else t.read(_ALL).view(t.shape) for k, t in self.tensors.items()}

@@ -127,7 +127,7 @@ class Updates:
                 # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
                 if self._gradients.agree(chunk) and not self._buffers.in_use(chunk):
                     self._update_inside(chunk)
-            elif chunk.speculative is not None and self._gradients.has_all(chunk):
+            elif chunk.speculative is not None and self._gradients.delivered.issuperset(chunk.parameters):
                 self._speculate(chunk)
 
     def _speculate(self, chunk: Chunk) -> None:

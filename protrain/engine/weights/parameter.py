@@ -26,7 +26,7 @@ from protrain.common.trees import tensors_in
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe, on_itself
 
-_MOVED = "protrain_moved"  # name of an attribute
+MOVED = "protrain_moved"  # an attribute of parameters whose values lie in chunks only, and are gone if the wrap fails
 # It gives a parameter other data of its shape, without any check. Only the engine may call it, where torch functions of
 # subclasses are disabled.
 set_data: Any = cast(Any, torch.Tensor.data).__set__
@@ -132,14 +132,9 @@ class PresentParameter(nn.Parameter):
     __repr__: Any = describe
 
 
-def mark_moved(parameter: nn.Parameter) -> None:
-    """Note that the value of ``parameter`` lies in a chunk only, so that it is gone if the wrap fails."""
-    vars(parameter)[_MOVED] = True
-
-
 def has_moved(parameter: nn.Parameter) -> bool:
     """Whether the value was moved into a chunk by a wrap that then failed, so that it is gone."""
-    return _MOVED in vars(parameter)
+    return MOVED in vars(parameter)
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -196,14 +191,6 @@ def refuse_foreign_gradients(members: Iterable[Member]) -> None:
                     "would use. DistributedDataParallel and similar wrappers do so: train the model that protrain.wrap "
                     "returned as it is, without another wrapper around it or inside it"
                 )
-
-
-def frozen_error(name: str) -> MisuseError:
-    """The error for the parameter ``name`` that is to be trained now, and was not when the model was wrapped."""
-    return MisuseError(
-        f"{name} was frozen when the model was wrapped, so it has no optimizer states and would not be "
-        "trained: set requires_grad before protrain.wrap, and wrap the model anew to train other parameters"
-    )
 
 
 def edit_error(name: str, how: str) -> MisuseError:

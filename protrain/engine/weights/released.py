@@ -27,6 +27,7 @@ from protrain.engine.states.parameter_state import read_weight
 from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, Handle, as_contiguous, on_itself
 from protrain.engine.weights.parameter import PresentParameter, edit_error, memory_error, set_data
 from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.forward.dispatch import RuntimeMode
 
 # Methods that give a tensor other memory, or hand out its own.
 _MEMORY = frozenset(getattr(Tensor, name) for name in ("share_memory_", "untyped_storage", "storage", "_typed_storage"))
@@ -189,11 +190,9 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Run ``func`` with copies in place of the released parameters among its arguments."""
     copies = _Copies()
     args, kwargs = map_leaves(copies.given, (args, kwargs))
-    name = getattr(func, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    with copies.saving():
+    with copies.saving(), RuntimeMode():
         result = func(*args, **kwargs)
-    copies.refuse_writes(tensors_in((*args, *kwargs.values())[:1]) if is_in_place else [])
+    copies.refuse_writes()
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
     return map_leaves(copies.handed_out, result)
@@ -237,14 +236,10 @@ class _Copies:
         free = hooks._saved_tensors_hooks_is_enabled() and hooks._top_saved_tensors_default_hooks(True) is None
         return saved_tensors_hooks(self._pack, _unpack) if graph and free else nullcontext()
 
-    def refuse_writes(self, changed: list[Tensor]) -> None:
-        """MisuseError if the operation has written into a copy, as the weight would not change.
-
-        Its name tells that it has ``changed`` some of its arguments. Versions do not tell it of fused operations, and
-        of operations on lists they do not under a dispatch mode.
-        """
+    def refuse_writes(self) -> None:
+        """MisuseError if the operation has written into a copy, as the weight would not change."""
         for tensor, version, source in self._versions:
-            if _version(tensor) != version or any(tensor is each for each in changed):
+            if _version(tensor) != version:
                 raise edit_error(source.handle.name, "changed in place")
 
     def handed_out(self, leaf: Any) -> Any:
