@@ -15,6 +15,7 @@ from tests.regressions.plain import (
     ON_DEVICE,
     WIDTH,
     Blocks,
+    adamw,
     assert_same,
     both_plans,
     check,
@@ -99,6 +100,14 @@ def test_a_buffer_may_change_between_forward_and_backward(model: nn.Module, opti
     for name, buffer in model.named_buffers():
         buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
     return [*values, step(optimizer, loss), *train(model, optimizer)]
+
+
+def test_an_error_of_the_first_forward_names_the_module() -> None:
+    """An error of the model in its first forward, such as an index beyond an embedding, names the module."""
+    model = nn.Sequential(nn.Embedding(8, WIDTH), Blocks())
+    with pytest.raises(IndexError) as caught:
+        protrain.wrap(model, adamw(model), example_batch=(torch.tensor([3, 8]),), device="cpu", progress=False)
+    assert any("0, which is Embedding(8, 16)" in note for note in caught.value.__notes__)
 
 
 class Counted(nn.Linear):
