@@ -170,15 +170,8 @@ def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
 
 def test_a_plan_is_put_in_words() -> None:
     profile, hardware = make_profile(4), load("h100")
-    counts: dict[str, Any] = {
-        "n_persist": 1,
-        "n_buffer": 2,
-        "n_swap": 1,
-        "n_ckpt": 2,
-        "n_ckpt_swap": 1,
-        "n_speculate": 1,
-    }
-    answer = explain(evaluate(profile, hardware, **counts), profile, hardware)
+    plan = evaluate(profile, hardware, n_persist=1, n_buffer=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1)
+    answer = explain(plan, profile, hardware)
     text = " ".join(summary_text(answer).split())
     assert "the host does 1 chunk before the norm is known; the GPU helps when the host is late" in text
     assert "of 4 blocks 1 keep theirs, 1 move them to host memory, 2 recompute them (1 of these from inputs" in text
