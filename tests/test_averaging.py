@@ -47,10 +47,9 @@ def average(dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) ->
     model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], dtype=dtype, world_size=size)
     torch.manual_seed(1)  # of dropout
     averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
-    for number, batch in enumerate(batches(6)[rank::size]):
+    for batch in batches(6)[rank::size]:
         step(model, optimizer, batch)
-        with torch.inference_mode(number == 0):
-            averaged.update()
+        averaged.update()
         expected, before = averaged_by_torch(expected, optimizer), evaluate(model)
         assert_same(averaged.state_dict(), expected)
         with averaged.applied():
@@ -66,6 +65,11 @@ def average(dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) ->
     for each in (averaged, other):
         each.update()
     assert_same(other.state_dict(), averaged.state_dict())
+    with torch.inference_mode():
+        late = protrain.AveragedWeights(model, DECAY)
+        late.update()
+    late.update()
+    assert_same(late.state_dict(), averaged_by_torch({}, optimizer))
     return states(model, optimizer)
 
 

@@ -149,6 +149,7 @@ def test_an_exported_folder_is_of_one_process_and_there_once_it_is_flushed(
         with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
             (scratch / "file").touch()
     assert not list(tmp_path.iterdir())
+    (tmp_path / ".model.tmp" / "of a killed process").mkdir(parents=True)
     with complete_folder(tmp_path / "model", "exported model") as scratch:
         (scratch / "file").touch()
         other = complete_folder(tmp_path / "model", "exported model")

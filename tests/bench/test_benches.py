@@ -252,7 +252,9 @@ def test_wrong_options_are_refused(
     assert message.format(folder=tmp_path) in capsys.readouterr().err
 
 
-def test_options_of_protrain_bench_reach_the_benchmark_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_protrain_bench_reach_the_benchmark_in_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, words: commands.append(words[2:]))
     monkeypatch.chdir(ROOT)
@@ -260,3 +262,6 @@ def test_options_of_protrain_bench_reach_the_benchmark_in_order(monkeypatch: pyt
     main(["bench", "kernels", *options])
     main(["bench", "train", "--help"])
     assert commands == [["pytest", "bench/kernels", *options], ["bench.train", "--help"]]
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "kernels"]) == 2
+    assert "run this in a checkout of the repository" in capsys.readouterr().err

@@ -20,10 +20,11 @@ from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import read_architecture
 from protrain.cli.plan_machine import machine_of, other_machines
-from protrain.cli.plan_text import timeline_text
+from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.trained import adamw
 from protrain.common.errors import PlanError
-from protrain.planning import Answer, Frontier, Largest, Plan, explain, search
+from protrain.hardware.shipped import load
+from protrain.planning import Answer, Frontier, Largest, Plan, evaluate, explain, search
 from protrain.planning.answer import Job
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from tests.cli.test_main import run
@@ -165,6 +166,15 @@ def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
     assert (answer["n_sequences"], answer["accumulation"]) == (2, 1024)
     assert (answer["plan"]["tokens"], answer["tokens_per_step"]) == (64, 65536)
     assert answer["alternatives"][0]["what"] == "--batch 2048 --accumulation 1"
+
+
+def test_a_plan_is_put_in_words() -> None:
+    profile, hardware = make_profile(4), load("h100")
+    plan = evaluate(profile, hardware, n_persist=1, n_buffer=2, n_swap=1, n_ckpt=2, n_ckpt_swap=1, n_speculate=1)
+    answer = explain(plan, profile, hardware)
+    text = " ".join(summary_text(answer).split())
+    assert "the host does 1 chunk before the norm is known; the GPU helps when the host is late" in text
+    assert "of 4 blocks 1 keep theirs, 1 move them to host memory, 2 recompute them (1 of these from inputs" in text
 
 
 @pytest.mark.parametrize(

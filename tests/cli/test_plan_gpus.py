@@ -92,13 +92,8 @@ def test_machines_are_compared_in_one_table(
     assert status == 0, err
     title, table, *_ = out.split("\n\n")
     said, rows = " ".join(title.split()), table.splitlines()[1:]
-    nodes = (
-        "a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB in a machine with 1.12 TiB of RAM (assumed), 200 GB/s of network"
-    )
-    assert f"{nodes} each (assumed), 16 GPUs with" in said
-    assert (
-        "h100x1: NVIDIA H100 80GB HBM3 in a machine with 128 GiB of RAM (assumed), host memory 112 GiB, rates" in said
-    )
+    assert "a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB" in said
+    assert "200 GB/s of network each (assumed), 16 GPUs with" in said
     assert max(map(len, out.splitlines())) <= 80
     found = Comparison.load(out_file)
     assert {*found.machines} == {*machines.split(",")}

@@ -139,10 +139,7 @@ def test_cards_rented_in_parts_of_a_server_have_a_larger_host_with_more_gpus() -
     one, two, three, eight = (of_machine("h100", n_gpus) for n_gpus in (1, 2, 3, 8))
     assert one.name == "NVIDIA H100 80GB HBM3 in a machine with 128 GiB of RAM (assumed)"
     assert replace(one, name=load("h100").name, host_bytes=load("h100").host_bytes) == load("h100")
-    assert one.host_bytes == pytest.approx(load("h100").host_bytes, rel=0.01), "as measured"
-    four = of_machine("H100", 4)
-    assert replace(three, host_bytes=four.host_bytes) == four
-    assert one.host_bytes < two.host_bytes < three.host_bytes < eight.host_bytes
+    assert one.host_bytes < two.host_bytes < three.host_bytes < eight.host_bytes < 2048 * GIB
     assert eight.host_adam_gparams == pytest.approx(8.4)
     assert one.host_adam_weight_gparams is not None
     assert eight.host_adam_weight_gparams == pytest.approx(one.host_adam_weight_gparams * 8.4 / one.host_adam_gparams)
@@ -151,15 +148,9 @@ def test_cards_rented_in_parts_of_a_server_have_a_larger_host_with_more_gpus() -
     assert of_machine("a100", 4).host_adam_gparams == load("a100").host_adam_gparams
 
 
-def test_hosts_are_those_that_people_have_and_leave_room_for_the_system() -> None:
+def test_hosts_leave_room_for_the_system() -> None:
     for name in shipped_names():
-        whole = of_machine(name, 1)
-        assert whole.host_bytes == pytest.approx(load(name).host_bytes, rel=0.02), "one truth"
-    ram_gib = {"rtx3090": 64, "rtx4090": 128, "rtx5090": 128}
-    for name, size in ram_gib.items():
-        assert f"in a machine with {size} GiB of RAM (assumed)" in of_machine(name, 2).name
-    for name in ("h100", "h200", "b200"):
-        assert 1000 * GIB < of_machine(name, 8).host_bytes < 2048 * GIB
+        assert of_machine(name, 1).host_bytes == pytest.approx(load(name).host_bytes, rel=0.02), "one truth"
     given = of_machine("rtx3090", 1, ram_bytes=128 * GIB)
     assert given.name.endswith("in a machine with 128 GiB of RAM (as given)")
     assert given.host_bytes == for_training(128 * GIB, 1) == pytest.approx(112.5 * GIB)

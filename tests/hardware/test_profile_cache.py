@@ -66,6 +66,16 @@ def test_another_machine_is_not_this_one(field: str, cache: Path) -> None:
     assert cached(CPU) == mine
 
 
+def test_a_gpu_takes_nothing_of_what_was_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine.of(CPU)
+    store(_measured(here), here)
+    assert cached(CPU) is not None
+    gpu = torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA B300")
+    monkeypatch.setattr("protrain.hardware.cache.driver_version", lambda device: here.driver)
+    assert (cached(gpu), why_not_cached(gpu)) == (None, None)
+
+
 def test_a_trial_replaces_no_kept_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rates = iter((1.0, 2.0, 3.0))
 

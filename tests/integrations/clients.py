@@ -102,11 +102,9 @@ def llama() -> Any:
 
 def causal(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
     """Trainer, with a collator that pads to the longest row."""
-    from protrain.integrations.transformers import ProTrainTrainer
-
     words = tokenizer()
     data = texts("text").map(lambda row: {"input_ids": words(row["text"])["input_ids"]}, remove_columns=["text"])
-    return (ProTrainTrainer if ours else transformers.Trainer)(
+    return mixed(transformers.Trainer, ours)(
         model=llama(),
         args=transformers.TrainingArguments(**arguments),
         train_dataset=data,
@@ -116,23 +114,31 @@ def causal(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
     )
 
 
-def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
-    from trl import SFTConfig, SFTTrainer
-
+def mixed(base: Any, ours: dict[str, Any]) -> Any:
+    """The class ``base`` of trainers, on ProTrain if there are options for it."""
     from protrain.integrations.transformers import ProTrainMixin
 
-    class SFT(ProTrainMixin, SFTTrainer): ...
+    return type(base.__name__, (ProTrainMixin, base), {}) if ours else base
 
-    data, evaluated = data_of(arguments, "prompt", "completion")
-    return (SFT if ours else SFTTrainer)(
+
+def of_trl(kind: str, arguments: dict[str, Any], ours: dict[str, Any], *columns: str, **options: Any) -> Any:
+    """TRL's trainer of this ``kind``."""
+    import trl
+
+    data, evaluated = data_of(arguments, *columns)
+    return mixed(getattr(trl, f"{kind}Trainer"), ours)(
         model=llama(),
-        args=SFTConfig(bf16=False, **arguments),
+        args=getattr(trl, f"{kind}Config")(**({"bf16": False} | arguments)),
         train_dataset=data,
         eval_dataset=evaluated,
         processing_class=tokenizer(),
-        peft_config=lora() if adapters else None,
+        **options,
         **ours,
     )
+
+
+def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
+    return of_trl("SFT", arguments, ours, "prompt", "completion", peft_config=lora() if adapters else None)
 
 
 def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
@@ -140,47 +146,19 @@ def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 
     ``arguments`` may say that there is a reference model all the same.
     """
-    from trl import DPOConfig, DPOTrainer
-
-    from protrain.integrations.transformers import ProTrainMixin
-
-    class DPO(ProTrainMixin, DPOTrainer): ...
-
-    data, evaluated = data_of(arguments, "prompt", "chosen", "rejected")
     reference = arguments.pop("reference", not (adapters or arguments.get("precompute_ref_log_probs")))
-    return (DPO if ours else DPOTrainer)(
-        model=llama(),
-        ref_model=llama() if reference else None,
-        args=DPOConfig(**({"bf16": False} | arguments)),
-        train_dataset=data,
-        eval_dataset=evaluated,
-        processing_class=tokenizer(),
-        peft_config=lora() if adapters else None,
-        **ours,
-    )
+    models = {"ref_model": llama() if reference else None, "peft_config": lora() if adapters else None}
+    return of_trl("DPO", arguments, ours, "prompt", "chosen", "rejected", **models)
 
 
 def grpo(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
     """Rewards for what the model generates: the loss takes the weight of its head, and generation calls the head."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    from protrain.integrations.transformers import ProTrainMixin
-
-    class GRPO(ProTrainMixin, GRPOTrainer): ...
 
     def unlike_words(completions: list[str], **_: Any) -> list[float]:
         return [float(len(set(each.split()))) for each in completions]
 
-    data = texts("prompt")
-    return (GRPO if ours else GRPOTrainer)(
-        model=llama(),
-        args=GRPOConfig(bf16=False, num_generations=2, max_completion_length=8, **arguments),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        reward_funcs=unlike_words,
-        processing_class=tokenizer(),
-        **ours,
-    )
+    sizes = {"num_generations": 2, "max_completion_length": 8}
+    return of_trl("GRPO", arguments | sizes, ours, "prompt", reward_funcs=unlike_words)
 
 
 def lora() -> Any:
@@ -206,14 +184,10 @@ def sentences(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
     import sentence_transformers as st
     from sentence_transformers.sentence_transformer import losses, modules
 
-    from protrain.integrations.transformers import ProTrainMixin
-
-    class Sentences(ProTrainMixin, st.SentenceTransformerTrainer): ...
-
     bert = modules.Transformer(str(Path(arguments["output_dir"]).parent / "bert"))
     model = st.SentenceTransformer(modules=[bert, modules.Pooling(32)], device="cpu")
     data = texts("anchor", "positive", "negative")
-    return (Sentences if ours else st.SentenceTransformerTrainer)(
+    return mixed(st.SentenceTransformerTrainer, ours)(
         model=model,
         args=st.SentenceTransformerTrainingArguments(**arguments),
         train_dataset=data,

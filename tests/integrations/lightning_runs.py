@@ -86,11 +86,10 @@ class Module(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
 
-def fit(folder: Path, strategy: Any, *, resume: Path | None = None, devices: int = 1, **arguments: Any) -> Run:
-    module = Module()
+def make_trainer(folder: Path, strategy: Any, **arguments: Any) -> Any:
     settings = {
         "accelerator": "cpu",
-        "devices": devices,
+        "devices": 1,
         "strategy": strategy,
         "max_steps": STEPS,
         "num_sanity_val_steps": 0,
@@ -101,7 +100,11 @@ def fit(folder: Path, strategy: Any, *, resume: Path | None = None, devices: int
         "enable_progress_bar": False,
         "logger": False,
     }
-    trainer = lightning.Trainer(**(settings | arguments))
+    return lightning.Trainer(**(settings | arguments))
+
+
+def fit(folder: Path, strategy: Any, *, resume: Path | None = None, **arguments: Any) -> Run:
+    module, trainer = Module(), make_trainer(folder, strategy, **arguments)
     trainer.fit(module, loader(), loader(), ckpt_path=resume and str(resume))
     trainer.save_checkpoint(folder / "end.ckpt")
     epoch = trainer.callback_metrics.get("loss_epoch")

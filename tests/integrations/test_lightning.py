@@ -20,6 +20,7 @@ from tests.integrations.lightning_runs import (
     fit_with_more_batches_on_rank,
     lightning,
     loader,
+    make_trainer,
     norms_on_rank,
     protrain_strategy,
 )
@@ -147,11 +148,8 @@ def test_all_that_one_trainer_does_with_a_module(tmp_path: Path) -> None:
 
     def run(strategy: Any, folder: Path) -> Run:
         logger = lightning.pytorch.loggers.CSVLogger(folder)
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=logger, log_every_n_steps=1,
-            default_root_dir=folder, callbacks=[SavesAtStart()], enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, num_sanity_val_steps=0,
-        )  # fmt: skip
+        whole: dict[str, Any] = {"max_epochs": 1, "max_steps": -1, "val_check_interval": 1.0, "log_every_n_steps": 1}
+        trainer = make_trainer(folder, strategy, logger=logger, callbacks=[SavesAtStart()], **whole)
         module = Eventful()
         trainer.validate(module, loader(), verbose=False)
         trainer.fit(module, loader(), loader())
@@ -180,11 +178,7 @@ def test_a_second_fit_needs_an_optimizer_of_the_same_groups(tmp_path: Path) -> N
             parameters = list(self.parameters())
             return torch.optim.AdamW([{"params": parameters}] if self.fits == 1 else [{"params": parameters[:1]}])
 
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, strategy=protrain_strategy(), max_steps=1, logger=False,
-        enable_progress_bar=False, default_root_dir=tmp_path, enable_model_summary=False,
-        enable_checkpointing=False, limit_val_batches=0,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, protrain_strategy(), max_steps=1, limit_val_batches=0)
     module = Grows()
     trainer.fit(module, loader())
     with pytest.raises(ValueError, match=r"wrapped with AdamW of 1 groups, and goes on with .* the same groups only"):

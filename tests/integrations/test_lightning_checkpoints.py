@@ -20,6 +20,7 @@ from tests.integrations.lightning_runs import (
     fit_on_rank,
     lightning,
     loader,
+    make_trainer,
     protrain_strategy,
 )
 
@@ -130,19 +131,16 @@ def test_checkpoints_are_kept_linked_and_removed_as_files_are(tmp_path: Path) ->
 
 
 def test_best_weights_are_validated_and_tested(tmp_path: Path) -> None:
-    module = Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, strategy=protrain_strategy(), max_steps=6, logger=False,
-        callbacks=[checkpoints(tmp_path, filename="{step}", save_top_k=-1)], enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0, default_root_dir=tmp_path,
-    )  # fmt: skip
+    module, callback = Module(), checkpoints(tmp_path, filename="{step}", save_top_k=-1)
+    saving: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [callback], "limit_val_batches": 0}
+    trainer = make_trainer(tmp_path, protrain_strategy(), **saving)
     trainer.fit(module, loader())
     trainer.limit_val_batches = 1.0
     [after] = trainer.validate(module, loader(), verbose=False)
     [before] = trainer.validate(module, loader(), ckpt_path=tmp_path / "step=3.ckpt", verbose=False)
     assert before["validation"] != after["validation"]
     assert trainer.validate(module, loader(), ckpt_path=tmp_path / "step=6.ckpt", verbose=False) == [after]
-    other = lightning.Trainer(accelerator="cpu", devices=1, strategy=protrain_strategy(), logger=False)
+    other = make_trainer(tmp_path, protrain_strategy())
     with pytest.raises(ValueError, match="elsewhere use a checkpoint with save_weights_only=True"):
         other.validate(Module(), loader(), ckpt_path=tmp_path / "step=6.ckpt", verbose=False)
 

@@ -80,27 +80,12 @@ def test_texts_of_a_collator_are_warned_of_before_the_training(stream: bool, tmp
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-PREFERENCES: list[dict[str, Any]] = [
-    {"prompt_ids": [1, 2, 3], "chosen_ids": [1], "rejected_ids": [], "score": 1.0, "text": "a"},
-    {"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [7], "score": 2.0, "text": None},
-    {"prompt_ids": [], "chosen_ids": [], "rejected_ids": [5, 6, 7], "score": 3.0, "text": "b"},
-]
-LONGEST = {"prompt_ids": 3, "chosen_ids": 2, "rejected_ids": 3}
-PACKED = [{"input_ids": [1, 2, 3], "seq_lengths": [3]}, {"input_ids": [1, 2], "seq_lengths": [1, 1]}]
 TEXTS = [{"question": "a", "answer": "long"}, {"question": "longer", "answer": "b"}, {"question": "c", "answer": "d"}]
 
 
 @pytest.fixture(params=["list", "datasets"])
 def made(request: pytest.FixtureRequest) -> Any:
     return list if request.param == "list" else pytest.importorskip("datasets").Dataset.from_list
-
-
-def test_every_column_of_tokens_has_its_longest_length(made: Any) -> None:
-    row = longest_row(made(PREFERENCES))
-    assert row is not None
-    assert {name: len(row[name]) for name in LONGEST} == LONGEST
-    assert (row["score"], row["text"]) == (1.0, "a")
-    assert longest_row(made(PACKED)) == {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}  # most parts of any
 
 
 def test_nobody_knows_the_lengths_of_other_rows(made: Any) -> None:
@@ -127,15 +112,3 @@ def test_rows_of_tensors_have_lengths() -> None:
     row = longest_row(rows)
     assert row is not None
     assert torch.equal(row["input_ids"], torch.tensor([0, 1, 0, 1, 0]))
-
-
-def test_a_row_of_a_stream_is_stretched_to_its_limit() -> None:
-    row = {"input_ids": [7, 8, 9], "labels": [], "score": 0.5, "seq_lengths": [2, 1]}
-
-    def stream(row: dict[str, Any]) -> Any:
-        return pytest.importorskip("datasets").Dataset.from_list([row]).to_iterable_dataset()
-
-    stretched = {"input_ids": [7, 8, 9, 7, 8], "labels": [0] * 5, "score": 0.5, "seq_lengths": [1] * 5}
-    assert longest_row(stream(row), 5) == stretched
-    assert longest_row(stream(row)) is None
-    assert longest_row(stream({"text": "yet to become tokens"}), 5) is None

@@ -118,6 +118,16 @@ def test_zeros_in_place_of_a_gradient_do_not_move_a_weight_without_a_word(plan: 
     assert train(model, optimizer) == train(*wrapped(plan))
 
 
+@same_bits(late=True)
+def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(
+    model: nn.Module, optimizer: Any
+) -> list[float]:
+    """Without an example batch, zero_grad() left gradients that a call of a part of the model had brought."""
+    model.get_submodule("blocks.1")(rows()).sum().backward()
+    optimizer.zero_grad()
+    return train(model, optimizer)
+
+
 @both_plans
 def test_a_penalty_from_before_the_first_call_is_refused_in_its_backward(plan: str) -> None:
     """It read offloaded weights that were no longer there: that of absolute values gave zeros as the gradient."""

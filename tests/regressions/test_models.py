@@ -195,6 +195,13 @@ def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str, model: Ca
     check(train, plan, model)
 
 
+def test_scripts_with_several_models_are_told_what_works() -> None:
+    """Scripts with several models were told to do what they could not."""
+    both = nn.ModuleDict({"actor": Blocks(), "critic": nn.Linear(16, 16)})
+    with pytest.raises(ValueError, match="if it trains several models, wrap one module that holds them all"):
+        protrain.wrap(both["actor"], adamw(both), example_batch=rows(), device="cpu")
+
+
 class Mixed(Blocks):
     """A number in fp32 joins the blocks' type, and a layer meets both."""
 

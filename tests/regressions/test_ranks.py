@@ -65,6 +65,15 @@ def grow(model: Any, optimizer: Any) -> list[float]:
     return [step(optimizer, loss_of(model, seed, count + seed * dist.get_rank())) for seed, count in lengths]
 
 
+def freeze(model: Any, optimizer: Any) -> list[float]:
+    """The first layers are frozen for a while."""
+    values = []
+    for seed in range(6):
+        model.get_submodule("blocks.0").requires_grad_(seed not in (2, 3))
+        values.append(step(optimizer, loss_of(model, seed)))
+    return values
+
+
 def penalise_weights(model: Any, optimizer: Any) -> list[float]:
     """A term of the loss is made of weights."""
     values = []
@@ -111,7 +120,7 @@ def differentiate_between(model: Any, optimizer: Any) -> list[float]:
     return [step(optimizer, loss_of(model, seed), look) for seed in range(3)]
 
 
-SCRIPTS = contrast, grow, penalise_weights, penalise_gradients, look_alone, differentiate_between
+SCRIPTS = contrast, grow, freeze, penalise_weights, penalise_gradients, look_alone, differentiate_between
 
 
 def check_on_rank(rank: int, script: Script, plan: str) -> None:

@@ -18,6 +18,7 @@ from tests.regressions.plain import (
     ON_DEVICE,
     WIDTH,
     Blocks,
+    adamw,
     assert_same,
     both_plans,
     check,
@@ -153,6 +154,14 @@ def test_a_block_that_writes_its_weight_is_refused(plan: str, keeps: bool, mode:
     write(other := scaled(), "linear.weight")
     with pytest.raises(ValueError, match=r"changes its parameter blocks\.0\.linear\.weight in place"):
         wrapped(ON_DEVICE, lambda: other)
+
+
+def test_an_error_of_the_first_forward_names_the_module() -> None:
+    """An error of the model in its first forward, such as an index beyond an embedding, names the module."""
+    model = nn.Sequential(nn.Embedding(8, WIDTH), Blocks())
+    with pytest.raises(IndexError) as caught:
+        protrain.wrap(model, adamw(model), example_batch=(torch.tensor([3, 8]),), device="cpu", progress=False)
+    assert any("0, which is Embedding(8, 16)" in note for note in caught.value.__notes__)
 
 
 class Counted(nn.Linear):
