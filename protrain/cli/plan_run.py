@@ -25,7 +25,7 @@ from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, heard, print_line, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
+from protrain.planning import Answer, Comparison, Models, Plan, explain, fastest_batches, frontier, largest, search
 from protrain.planning.answer import Alternative, Job, Machine
 from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept, key_of
@@ -64,7 +64,8 @@ class _Asked:
         self.args = args
         self.hardware = hardware
         self.step = ProfiledStep.of(args, hardware.device_type)
-        self.inside: bool = args.step_during_backward
+        # What profiles say beside what is traced.
+        self._training = {name: getattr(args, name) for name in ("moment_dtype", "step_during_backward")}
         # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         self._batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
@@ -87,7 +88,7 @@ class _Asked:
 
         if step not in self._counted:
             self._counted[step] = kept("profiles", ModelProfile, key_of(step.description()), count)
-        return replace(self._counted[step], moment_dtype=self.args.moment_dtype)
+        return replace(self._counted[step], **self._training)
 
     def _profile(self, batch: int, accumulation: int) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
@@ -100,7 +101,7 @@ class _Asked:
         if profile is None:
             with stage("profiling the model") as show:
                 profile = self.counted(step, show)
-        return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
+        return replace(profile, accumulation=accumulation, **self._training)
 
     def _measure(self, step: ProfiledStep) -> None:
         with importing():
@@ -144,7 +145,6 @@ class _Asked:
                 self.hardware,
                 first=_COUNTED_BATCHES[0],
                 n_sequences=self.n_sequences,
-                step_during_backward=self.inside,
             )
 
     def profiles(self) -> Iterator[ModelProfile]:
@@ -171,8 +171,8 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
     for profile in asked.profiles():
         try:
             with stage("planning"):
-                plan = search(profile, asked.hardware, step_during_backward=asked.inside)
-                answer = explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
+                plan = search(profile, asked.hardware)
+                answer = explain(plan, profile, asked.hardware)
                 break
         except PlanError as error:
             answer = Answer.refused(error, profile, asked.hardware)
@@ -188,7 +188,7 @@ def _plan(asked: _Asked) -> None:
         title = wrapped(f"{fits} {answer.machine}\n{_title(args, profile, hardware.world_size)}", indent="  ")
         print_result(f"{title}\n{summary_text(answer)}")
     if answer.plan is not None:
-        timeline = predict(profile, hardware, answer.plan, step_during_backward=asked.inside).timeline
+        timeline = Models.of(answer.plan, profile, hardware).timeline(answer.plan.block_modes, answer.plan.counts)
         if not args.json:
             print_result(f"\nONE STEP\n{timeline_text(timeline)}")
         if args.picture is not None:
@@ -258,7 +258,7 @@ def _frontier(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
     profile = next(asked.profiles())
     with stage("planning under every limit"):
-        found = frontier(profile, hardware, step_during_backward=asked.inside)
+        found = frontier(profile, hardware)
     if args.picture is not None:
         draw_frontier(found, args.picture)
     title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
@@ -275,7 +275,6 @@ def _max_model(asked: _Asked) -> None:
                 asked.counted(replace(asked.step, layers=layers), show), accumulation=args.accumulation or 1
             ),
             asked.hardware,
-            step_during_backward=asked.inside,
         )
     largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}, batch {asked.step.batch}"
     title = wrapped(f"{Machine.of(asked.hardware)}\n{largest_model}", indent="  ")

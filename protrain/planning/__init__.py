@@ -5,7 +5,7 @@ from protrain.planning.fits import check, evaluate
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
-from protrain.planning.predict import Prediction, RuntimeModel, predict
+from protrain.planning.predict import Models
 from protrain.planning.search import search
 from protrain.planning.sweeps import Comparison, Frontier, Largest, fastest_batches, frontier, largest
 
@@ -18,9 +18,8 @@ __all__ = [
     "Largest",
     "Layout",
     "MemoryModel",
+    "Models",
     "Plan",
-    "Prediction",
-    "RuntimeModel",
     "Slot",
     "block_modes",
     "check",
@@ -32,6 +31,5 @@ __all__ = [
     "frontier",
     "largest",
     "pack",
-    "predict",
     "search",
 ]

@@ -57,7 +57,6 @@ def fastest_batches(
     *,
     first: int,
     n_sequences: int,
-    step_during_backward: bool = False,
 ) -> list[int]:
     """The sizes of batches by which a GPU may take ``n_sequences`` in a step, the fastest first.
 
@@ -69,7 +68,6 @@ def fastest_batches(
         hardware: the machine and its limits.
         first: the sequences of the batch to begin with, if a step has as many.
         n_sequences: of a step on each GPU.
-        step_during_backward: plan for updates inside backward.
 
     Returns:
         The sequences of every batch that was tried and fits. Those of the chosen batch come first.
@@ -80,7 +78,7 @@ def fastest_batches(
     def speed(batch: int) -> float:
         changed = replace(profile_of(batch), accumulation=n_sequences // batch)
         with suppress(PlanError):
-            plan = search(changed, hardware, step_during_backward=step_during_backward, n_starts=1)
+            plan = search(changed, hardware, n_starts=1)
             speeds[batch] = plan.tokens_per_s
         return speeds.get(batch, 0.0)
 
@@ -123,9 +121,7 @@ class Frontier(Record):
         return aligned(rows, WIDTH)
 
 
-def frontier(
-    profile: ModelProfile, hardware: HardwareProfile, *, n_limits: int = N_LIMITS, step_during_backward: bool = False
-) -> Frontier:
+def frontier(profile: ModelProfile, hardware: HardwareProfile, *, n_limits: int = N_LIMITS) -> Frontier:
     """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
     The last limit is all the device memory there is, with the plan that ``search`` finds there. The others go from the
@@ -136,28 +132,23 @@ def frontier(
     Raises:
         PlanError: nothing fits ``hardware``.
     """
-    whole = search(profile, hardware, step_during_backward=step_during_backward)
-    least = least_device_bytes(profile, hardware, step_during_backward=step_during_backward)
+    whole = search(profile, hardware)
+    least = least_device_bytes(profile, hardware)
     assert least is not None, "a plan fits, so the one that takes least does"
     ratio = max(1.0, whole.device_bytes / least)
     limits = {round(least * ratio ** (index / (n_limits - 1))) for index in range(n_limits - 1)}
     points: list[FrontierPoint] = []
     for limit in sorted(limits - {hardware.device_bytes}):
         machine, before = replace(hardware, device_bytes=limit), [point.plan for point in points[-1:]]
-        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
+        plan = search(profile, machine, known=before)
         points.append(FrontierPoint(device_limit_bytes=limit, plan=plan))
     points.append(FrontierPoint(device_limit_bytes=hardware.device_bytes, plan=whole))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 
-def least_device_bytes(
-    profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-) -> int | None:
+def least_device_bytes(profile: ModelProfile, hardware: HardwareProfile) -> int | None:
     """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
-    memory = MemoryModel(
-        profile, hardware, pack(profile, world_size=hardware.world_size), step_during_backward=step_during_backward
-    )
-    device, host = least_bytes(memory)
+    device, host = least_bytes(MemoryModel(profile, hardware, pack(profile, world_size=hardware.world_size)))
     return min(device[host <= hardware.host_bytes].tolist(), default=None)
 
 
@@ -198,7 +189,6 @@ def largest(
     hardware: HardwareProfile,
     *,
     most_layers: int = MOST_LAYERS,
-    step_during_backward: bool = False,
 ) -> Largest:
     """The deepest model with a plan on ``hardware``.
 
@@ -206,7 +196,6 @@ def largest(
         profile_of: the profile of the model with so many layers.
         hardware: the machine and its limits.
         most_layers: where to stop looking.
-        step_during_backward: plan for updates inside backward.
 
     Raises:
         PlanError: not even one layer fits.
@@ -215,8 +204,7 @@ def largest(
     @cache
     def memory(layers: int) -> MemoryModel:
         profile = profile_of(layers)
-        layout = pack(profile, world_size=hardware.world_size)
-        return MemoryModel(profile, hardware, layout, step_during_backward=step_during_backward)
+        return MemoryModel(profile, hardware, pack(profile, world_size=hardware.world_size))
 
     low, high = 0, most_layers + 1  # low fits, and high does not
     while high - low > 1:
@@ -225,7 +213,7 @@ def largest(
     if not low:
         raise nothing_fits(memory(1))
     chosen = memory(low).profile
-    plan = search(chosen, hardware, step_during_backward=step_during_backward)
+    plan = search(chosen, hardware)
     return Largest(
         machine=hardware.name,
         layers=low,

@@ -76,38 +76,33 @@ class KnownIntegers:
     """
 
     def __init__(self) -> None:
-        self._values = WeakIdKeyDictionary()
+        self.values = WeakIdKeyDictionary()  # from a tensor whose values are known to these
         self._most = 0  # elements of a tensor that is followed: twice as many as the batch's largest, and so no mask
 
     def moved(self, tensor: Tensor) -> Tensor:
         """``tensor``, which a batch has, on the meta device."""
         on_meta = tensor.to("meta")
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
-            self._values[on_meta] = tensor.cpu()
+            self.values[on_meta] = tensor.cpu()
             self._most = max(self._most, 2 * tensor.numel())
         return on_meta
 
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of ``tensor``, or None."""
-        value: Tensor | None = self._values.get(tensor)
-        return value
-
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note the values of the ``result`` of ``func``, if they follow from those that are known."""
-        if not self._values or getattr(func, "namespace", "") != "aten":
+        if not self.values or getattr(func, "namespace", "") != "aten":
             return
         if func._schema.is_mutable:  # a tensor that is changed may have views
-            if any(tensor in self._values for tensor in tensors_in((args, kwargs))):
-                self._values.clear()
+            if any(tensor in self.values for tensor in tensors_in((args, kwargs))):
+                self.values.clear()
         elif isinstance(result, Tensor) and not result.is_floating_point() and result.numel() <= self._most:
             given = tensors_in((args, kwargs))
-            if given and all(tensor in self._values for tensor in given):
+            if given and all(tensor in self.values for tensor in given):
                 args, kwargs = map_leaves(self._on_cpu, (args, kwargs))
-                self._values[result] = func(*args, **kwargs)
+                self.values[result] = func(*args, **kwargs)
 
     def _on_cpu(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return self._values[leaf]
+            return self.values[leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
@@ -128,7 +123,7 @@ class _Values(RuntimeMode):
     ) -> Any:
         """Run ``func``, unless it asks for a value."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            value = self._known.of(args[0])
+            value = self._known.values.get(args[0])
             if value is not None:
                 return value.item()
             return args[0] not in self._any_results if args[0].dtype == torch.bool else 1
