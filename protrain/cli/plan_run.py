@@ -77,14 +77,14 @@ class _Asked:
             self._measured = instead_of._measured
         self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
-    def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
+    def counted(self, step: ProfiledStep) -> ModelProfile:
         """The profile of ``step`` from the shapes of its tensors."""
 
         def count() -> ModelProfile:
             with importing():
                 from protrain.cli import plan_trace
 
-            return plan_trace.counted(step, show=show)
+            return plan_trace.counted(step)
 
         if step not in self._counted:
             self._counted[step] = kept("profiles", ModelProfile, key_of(step.description()), count)
@@ -99,8 +99,8 @@ class _Asked:
         if profile is None and self._batch_is_open:
             return self.derived(batch)
         if profile is None:
-            with stage("profiling the model") as show:
-                profile = self.counted(step, show)
+            with stage("profiling the model"):
+                profile = self.counted(step)
         return replace(profile, accumulation=accumulation, **self._training)
 
     def _measure(self, step: ProfiledStep) -> None:
@@ -120,8 +120,8 @@ class _Asked:
 
         Gradients, masks and what 4-bit weights are unpacked into do not grow with the batch.
         """
-        with stage("profiling two batches") as show:
-            return [self.counted(replace(self.step, batch=batch), show) for batch in _COUNTED_BATCHES]
+        with stage("profiling two batches"):
+            return [self.counted(replace(self.step, batch=batch)) for batch in _COUNTED_BATCHES]
 
     @cached_property
     def n_sequences(self) -> int:
@@ -269,10 +269,10 @@ def _max_model(asked: _Asked) -> None:
     args = asked.args
     if args.model not in SHAPES:
         raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
-    with stage("looking for the largest depth") as show:
+    with stage("looking for the largest depth"):
         found = largest(
             lambda layers: replace(
-                asked.counted(replace(asked.step, layers=layers), show), accumulation=args.accumulation or 1
+                asked.counted(replace(asked.step, layers=layers)), accumulation=args.accumulation or 1
             ),
             asked.hardware,
         )
