@@ -44,8 +44,7 @@ from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
-from protrain.cli.lora import lora_text
-from protrain.cli.options import memory, number
+from protrain.cli.options import lora, memory, number
 from protrain.forward.chunked_loss import can_chunk
 from protrain.profiler.kept_profiles import version_of
 
@@ -93,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add_sizes(parser, _SIZES)
     parser.add_argument(
         "--lora",
-        type=lora_text,
+        type=lora,
         default=None,
         metavar="NAME=VALUE,...",
         help="train an adapter of peft, as with `protrain plan`: protrain, floor and resident (peft's own way) can",

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import protrain
-from protrain.cli.lora import lora_text
-from protrain.cli.options import count, memory, number, prices, result_file
+from protrain.cli.options import count, lora, memory, number, prices, result_file
 from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES, full_dtype
 from protrain.hardware.shipped import shipped_names
@@ -110,7 +109,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
     },
     "lora": {
-        "type": lora_text,
+        "type": lora,
         "metavar": "NAME=VALUE,...",
         "help": "train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or "
         "part of that; other targets are names of layers, like q_proj+v_proj",
@@ -244,7 +243,7 @@ _OUTPUT = {"output": ("json", "out")}
 COMMANDS = {
     "calibrate": Command(
         summary="measure this machine",
-        run="protrain.cli.calibrate_run:run",
+        run="protrain.cli.runs:calibrate",
         description=_CALIBRATE_DESCRIPTION,
         example=_CALIBRATE_EXAMPLE,
         groups={"": ("gpus", "device", "seconds"), **_OUTPUT},
@@ -275,7 +274,7 @@ COMMANDS = {
     "train": Command(summary="fine-tune a language model by TRL: SFT, or DPO"),
     "export": Command(
         summary="write a checkpoint as a Hugging Face folder",
-        run="protrain.cli.export_run:export",
+        run="protrain.cli.runs:export",
         description="Write the weights of a checkpoint as a folder for from_pretrained.",
         example=_EXPORT_EXAMPLE,
         groups={"": ("CHECKPOINT", "FOLDER", "model", "dtype", "lora")},
@@ -286,14 +285,14 @@ COMMANDS = {
     ),
     "convert": Command(
         summary="write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
-        run="protrain.cli.export_run:convert",
+        run="protrain.cli.runs:convert",
         description="Convert a checkpoint, of any number of GPUs, to DCP of torch, or back.",
         example=_CONVERT_EXAMPLE,
         groups={"": ("SOURCE", "TARGET")},
     ),
     "bench": Command(
         summary="measure parts of ProTrain against their peers",
-        run="protrain.cli.bench:run",
+        run="protrain.cli.runs:bench",
         usage="%(prog)s BENCHMARK [OPTION ...]",
         description="Measure parts of ProTrain against their peers.\nNeeds a checkout of the repository, and "
         "'protrain[bench]'.",

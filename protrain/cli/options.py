@@ -75,6 +75,28 @@ def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
     return check
 
 
+def parse_lora(text: str) -> dict[str, Any]:
+    """The arguments of peft's LoraConfig in ``text``, like "r=16,alpha=32", of which any may be left out.
+
+    Raises:
+        ValueError: a name is unknown, or a value is no number.
+    """
+    values: dict[str, Any] = {"r": 16, "alpha": 32, "targets": "all-linear", "dropout": 0.0}
+    try:
+        for name, value in (part.split("=") for part in text.split(",")):
+            values[name] = type(values[name])(value)
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} is not made of r=N, alpha=N, targets=NAMES and dropout=P") from None
+    targets = values["targets"]
+    return {
+        "r": values["r"],
+        "lora_alpha": values["alpha"],
+        "target_modules": targets if targets == "all-linear" else targets.split("+"),
+        "lora_dropout": values["dropout"],
+    }
+
+
+lora = text_for(parse_lora)  # an argparse type
 memory = text_for(partial(parse_memory, name=""))  # an argparse type: a number of bytes, or like 24GiB
 
 

@@ -14,7 +14,6 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
-from protrain.cli.imports import importing
 from protrain.cli.options import emit, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of, other_machines
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
@@ -80,8 +79,7 @@ class _Asked:
         """The profile of ``step`` from the shapes of its tensors."""
 
         def count() -> ModelProfile:
-            with importing():
-                from protrain.cli import plan_trace
+            from protrain.cli import plan_trace
 
             return plan_trace.counted(step, show=show)
 
@@ -103,8 +101,7 @@ class _Asked:
         return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
 
     def _measure(self, step: ProfiledStep) -> None:
-        with importing():
-            from protrain.cli import plan_trace
+        from protrain.cli import plan_trace
 
         with stage("profiling the model") as show:
             profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)

@@ -5,6 +5,7 @@ Only this part of planning needs torch and transformers, whose imports take long
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,11 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.cli.imports import importing
-from protrain.cli.models import LoadedModel, check_positions, read_architecture
+from protrain.cli.models import (
+    LoadedModel,
+    adamw,
+    check_positions,
+    choose_trained,
+    read_architecture,
+    shape_in_4bit,
+)
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
-from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
 from protrain.common.parameters import DTYPES, unmanaged_memory
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.derived import TRACED_BLOCKS, with_blocks
@@ -51,7 +57,7 @@ def counted(step: ProfiledStep, *, show: Callable[[str], None] | None = None) ->
 
     If the model is a named shape, the trace is of a few of its blocks.
     """
-    n_blocks = step.layers or (SHAPES[step.model].layers if step.model in SHAPES else 0)
+    n_blocks = step.layers or SHAPES.get(step.model, {}).get("num_hidden_layers", 0)
     if step.model not in SHAPES or n_blocks <= TRACED_BLOCKS or step.freeze:  # which may tell blocks apart
         return _traced(step, show)[1]
     few, buffer_bytes = _few_blocks(replace(step, layers=TRACED_BLOCKS))
@@ -68,7 +74,7 @@ def _few_blocks(step: ProfiledStep) -> tuple[ModelProfile, int]:
 
 def _traced(step: ProfiledStep, show: Callable[[str], None] | None) -> tuple[nn.Module, ModelProfile]:
     # Nothing is computed, so there is no need for a record of how values are made.
-    with importing(), torch.device("meta"):
+    with torch.device("meta"):
         loaded = _architecture(step)
     if step.compile:
         torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
@@ -78,6 +84,9 @@ def _traced(step: ProfiledStep, show: Callable[[str], None] | None) -> tuple[nn.
 
 def _architecture(step: ProfiledStep) -> LoadedModel:
     loaded = read_architecture(step.model, layers=step.layers)
+    if not gc.isenabled():  # by the program, until here
+        gc.freeze()  # all that was imported stays to the end, so no collection needs to look at it
+        gc.enable()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels, and none of them runs here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as peft reads what transformers is to lose

@@ -116,7 +116,7 @@ def test_a_bad_argument_is_named_with_status_2(
 def test_a_torch_that_cannot_be_imported_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "protrain.cli.calibrate_run", raising=False)
+    monkeypatch.delitem(sys.modules, "protrain.cli.runs", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     status, out, err = run(capsys, "calibrate", "--device", "cpu")
     assert (status, out) == (2, "")

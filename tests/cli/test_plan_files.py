@@ -13,8 +13,7 @@ from torch import nn
 
 import protrain
 from protrain.cli.main import main
-from protrain.cli.models import read_architecture
-from protrain.cli.trained import adamw
+from protrain.cli.models import adamw, read_architecture
 from protrain.common.errors import PlanError
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Answer, Plan, explain
