@@ -27,7 +27,6 @@ which of several machines to take, as names with GPUs and nodes:
   protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,a100x8x2
 what more or less memory would do, and how deep such a model could be there:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
-  protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --max-model
 """
 _CALIBRATE_EXAMPLE = """example:
@@ -174,10 +173,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual "
         "for the GPU)",
     },
-    "frontier": {
-        "action": "store_true",
-        "help": "not one plan, but the fastest under each of a dozen limits on device memory",
-    },
     "max_model": {
         "action": "store_true",
         "help": "not a plan for MODEL, but the most layers of its width that fit",
@@ -195,7 +190,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "picture": {
         "metavar": "FILE",
         "type": result_file,
-        "help": "also a picture of one step, or of the frontier: .png, .svg or .pdf",
+        "help": "also a picture of one step: .png, .svg or .pdf",
     },
     "json": {"action": "store_true", "help": "print JSON on standard output instead of the table"},
     "out": {"type": result_file, "metavar": "FILE", "help": "also write the JSON to FILE"},
@@ -267,7 +262,7 @@ COMMANDS = {
                 *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
             ),
             "machine": ("hardware", "device", "gpus", "nodes", "network_gbps", "device_memory", "host_memory"),
-            "what is shown": ("tokens", "price", ("frontier", "max_model", "compare", "explain"), "picture"),
+            "what is shown": ("tokens", "price", ("max_model", "compare", "explain"), "picture"),
             **_OUTPUT,
         },
     ),

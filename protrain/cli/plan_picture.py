@@ -1,15 +1,11 @@
-"""Pictures of plans: the timeline of one step, and throughput against device memory."""
+"""A picture of a plan: the timeline of one step."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from protrain.cli.options import need
-from protrain.planning.sweeps import Frontier
 from protrain.planning.timeline import Timeline
 
-GIB = 1024**3
 _COLORS = {
     "forward": "tab:blue",
     "backward": "tab:purple",
@@ -25,16 +21,6 @@ _COLORS = {
     "gather": "lightgreen",
     "reduce": "gold",
 }
-
-
-def check_picture(path: Path) -> None:
-    """ValueError when ``path`` can be no picture, before anything is worked out for it."""
-    need("matplotlib", "--picture", extra="hf")
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".") not in known:
-        raise ValueError(f"--picture: {path} must end in one of {', '.join(f'.{kind}' for kind in sorted(known))}")
 
 
 def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
@@ -73,26 +59,5 @@ def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     shown = [kind for kind in _COLORS if any(kind == found for _, found in kinds)]
     handles = [Patch(color=_COLORS[kind], label=kind) for kind in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(shown), frameon=False)
-    _save(figure, path)
-
-
-def draw_frontier(frontier: Frontier, path: Path) -> None:
-    """Tokens a second by the limit on device memory."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    limits = [point.device_limit_bytes / GIB for point in frontier.points]
-    axes.plot(limits, [point.plan.tokens_per_s for point in frontier.points], "o-", color="tab:blue")
-    axes.set(xlabel="device memory, GiB", ylabel="predicted tokens/s", ylim=(0, None))
-    axes.set_title(f"{frontier.model} on {frontier.machine}", fontsize=10)
-    axes.grid(alpha=0.3)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ValueError(f"--picture: cannot write {path}: {error.strerror}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
