@@ -56,15 +56,3 @@ def test_rows_of_tensors_have_lengths() -> None:
     row = longest_row(rows)
     assert row is not None
     assert torch.equal(row["input_ids"], torch.tensor([0, 1, 0, 1, 0]))
-
-
-def test_a_row_of_a_stream_is_stretched_to_its_limit() -> None:
-    row = {"input_ids": [7, 8, 9], "labels": [], "score": 0.5, "seq_lengths": [2, 1]}
-
-    def stream(row: dict[str, Any]) -> Any:
-        return pytest.importorskip("datasets").Dataset.from_list([row]).to_iterable_dataset()
-
-    stretched = {"input_ids": [7, 8, 9, 7, 8], "labels": [0] * 5, "score": 0.5, "seq_lengths": [1] * 5}
-    assert longest_row(stream(row), 5) == stretched
-    assert longest_row(stream(row)) is None
-    assert longest_row(stream({"text": "yet to become tokens"}), 5) is None
