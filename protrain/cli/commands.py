@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import protrain
-from protrain.cli.options import count, lora, memory, number, prices, result_file
+from protrain.cli.options import count, number, prices, result_file
 from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES, full_dtype
 from protrain.hardware.shipped import shipped_names
@@ -108,7 +108,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
     },
     "lora": {
-        "type": lora,
         "metavar": "NAME=VALUE,...",
         "help": "train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or "
         "part of that; other targets are names of layers, like q_proj+v_proj",
@@ -140,13 +139,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "device": {"help": "cuda or cpu (default: cuda if there is a GPU)"},
     "device_memory": {
-        "type": memory,
         "metavar": "SIZE",
         "help": "the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the "
         "memory of a simulated GPU",
     },
     "host_memory": {
-        "type": memory,
         "metavar": "SIZE",
         "help": "the RAM of the machine, of which training takes a part (default: what is free, or usual for the GPU)",
     },

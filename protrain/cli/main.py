@@ -29,17 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_plan:
         gc.disable()  # the imports of torch and transformers make a million objects, all of which stay
     status = _status(argv)
-    if is_plan:  # which leaves nothing that would have to be closed
-        _leave(status)
+    if is_plan:  # to free all of torch one by one would take a second
+        with suppress(OSError, ValueError, AttributeError):  # then something remains unwritten
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(status)
     return status
-
-
-def _leave(status: int) -> None:
-    """Leave the process, unless something remains unwritten. To free all of torch one by one would take a second."""
-    with suppress(OSError, ValueError, AttributeError):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)
 
 
 def _status(argv: Sequence[str] | None) -> int:

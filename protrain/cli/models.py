@@ -94,12 +94,9 @@ def check_positions(loaded: LoadedModel, sequence: int) -> None:
 
 def _folder_of(name: str) -> Path:
     """The folder ``name``. ValueError if it holds no model, which is found without transformers and so in no time."""
-    folder = Path(name)
-    if not folder.is_dir():
+    if not Path(name, "config.json").is_file():  # as in a folder of an adapter
         raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json: give a folder to which a model was saved, and no adapter")
-    return folder
+    return Path(name)
 
 
 def _from_folder(folder: Path, transformers: Any) -> LoadedModel:

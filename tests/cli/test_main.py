@@ -79,8 +79,8 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["trian"], "invalid choice: 'trian'"),
         (["plan", "tiny", "--acumulation=2"], "unrecognized arguments: --acumulation=2"),
         (["plan", "tiny", "--batch", "0"], "--batch: must be between 1 and 65536, not 0"),
-        (["plan", "tiny", "--batch", "x"], "--batch: must be a whole number, not 'x'"),
-        (["plan", "tiny", "--device-memory", "lots"], "--device-memory: must be a number of bytes"),
+        (["plan", "tiny", "--batch", "x"], "--batch: invalid int value: 'x'"),
+        (["plan", "tiny", "--hardware", "h100", "--device-memory", "lots"], "device_memory must be a number of bytes"),
         (["plan", "tiny", "--dtype", "int8"], "invalid choice: 'int8'"),
         (
             ["plan", "tinny", "--hardware", "h100"],

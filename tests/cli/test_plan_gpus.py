@@ -126,8 +126,6 @@ def test_machines_are_compared_in_one_table(
         (["--compare", "h100x1", "--gpus", "2"], "leave out --hardware, --gpus and --nodes"),
         (["--compare", "h100x1", "--explain"], "not allowed with argument"),
         (["--nodes", "0"], "--nodes: must be at least 1, not 0"),
-        (["--hardware", "h100", "--gpus", "2", "--network-gbps", "8"], "between nodes, and there is one node"),
-        (["--compare", "h100x2,a100x4", "--network-gbps", "8"], "between nodes, and there is one node"),
         (["--nodes", "2", "--network-gbps", "0"], "--network-gbps: must be at least 0.001, not 0"),
     ],
 )
