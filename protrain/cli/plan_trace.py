@@ -5,6 +5,7 @@ Only this part of planning needs torch and transformers, whose imports take long
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import warnings
@@ -87,6 +88,7 @@ def _architecture(step: ProfiledStep) -> LoadedModel:
     if not gc.isenabled():  # by the program, until here
         gc.freeze()  # all that was imported stays to the end, so no collection needs to look at it
         gc.enable()
+        atexit.register(gc.unfreeze)  # libraries take what is left at the end for leaks, and print a list of it
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels, and none of them runs here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as peft reads what transformers is to lose
