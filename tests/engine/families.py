@@ -100,6 +100,12 @@ def language(generator: torch.Generator) -> Batch:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
+def texts(count: int) -> list[Batch]:
+    """Different batches of ``language`` that are the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return [language(generator) for _ in range(count)]
+
+
 def padded(generator: torch.Generator) -> Batch:
     """Sequences of which one is shorter and padded, which takes other paths in attention."""
     mask = (torch.arange(16) < torch.tensor([[16], [11]])).long()

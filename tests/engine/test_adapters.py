@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import protrain
-from tests.engine.families import language, make_of_transformers
+from tests.engine.families import make_of_transformers, texts
 from tests.engine.harness import FEW_PLANS, Loop, adamw, seeded, wrap_under
 
 peft = pytest.importorskip("peft")
 rescale_adapter_scale = pytest.importorskip("peft.helpers").rescale_adapter_scale
 
 TASK = {"task_type": "CAUSAL_LM"}
+BATCHES = texts(4)
 
 
 def llama(**sizes: Any) -> nn.Module:
@@ -35,11 +36,6 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(r=4, init_lora_weights=False, **{"target_modules": ["q_proj"]} | options, **TASK)
 
 
-def batches(count: int = 4) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [language(generator) for _ in range(count)]
-
-
 CONFIGS: dict[str, Callable[[], Any]] = {
     "tied embedding": lambda: lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     "prompts": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **TASK),
@@ -51,8 +47,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def test_an_export_is_what_peft_saves(kind: str, tmp_path: Path) -> None:
     config, tied = CONFIGS[kind], kind == "tied embedding"
     model = adapted(llama(tie_word_embeddings=tied), config())
-    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model, 0.1), batches()[0])
-    Loop().run(model, optimizer, batches())
+    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model, 0.1), BATCHES[0])
+    Loop().run(model, optimizer, BATCHES)
     protrain.export(model, tmp_path / "export")
     peft.PeftModel.save_pretrained(model, tmp_path / "peft")
     found, expected = (
@@ -60,8 +56,8 @@ def test_an_export_is_what_peft_saves(kind: str, tmp_path: Path) -> None:
         for name in ("export", "peft")
     )
     with torch.no_grad():
-        trained, read = (each(**batches()[0]) for each in (model.eval(), found))
+        trained, read = (each(**BATCHES[0]) for each in (model.eval(), found))
         assert torch.equal(read.logits, trained.logits)
-        assert torch.equal(read.logits, expected(**batches()[0]).logits)
+        assert torch.equal(read.logits, expected(**BATCHES[0]).logits)
         untrained = adapted(llama(tie_word_embeddings=tied), config()).eval()
-        assert not torch.equal(untrained(**batches()[0]).logits, trained.logits)
+        assert not torch.equal(untrained(**BATCHES[0]).logits, trained.logits)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import protrain
 from tests.engine import residual
-from tests.engine.families import language, make_of_transformers
+from tests.engine.families import make_of_transformers, texts
 from tests.engine.harness import (
+    FEW_PLANS,
     PLANS,
-    Batch,
     Loop,
     Spec,
     adamw,
@@ -46,11 +45,6 @@ SETTINGS: dict[str, tuple[torch.dtype, Loop]] = {
 }
 
 
-def batches(count: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [language(generator) for _ in range(count)]
-
-
 # On a CPU a plan meets one setting, and a setting meets two models, because the whole product takes minutes there.
 MODELS_ON_CPU = {
     "bf16-clip": ("gpt2", "opt"),
@@ -78,29 +72,38 @@ def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, sp
     dtype, loop = SETTINGS[setting]
     make = functools.partial(make_of_transformers, family, "AutoModelForCausalLM", FAMILIES[family])
     how: dict[str, Any] = {"device": device, "dtype": dtype, "accumulation": loop.accumulate, "specs": [spec]}
-    (optimizer,) = check_equal_to_plain(make, batches(STEPS[device.type] * loop.accumulate), run=loop.run, **how)
+    (optimizer,) = check_equal_to_plain(make, texts(STEPS[device.type] * loop.accumulate), run=loop.run, **how)
     assert (0 < optimizer.skipped_steps <= STEPS[device.type] // 2) == (setting == "fp16-clip")
 
 
-def test_backward_finds_weights_in_another_buffer_than_forward_did(device: torch.device) -> None:
-    """Under most plans a chunk comes back to the buffer that it had, and a view that is not made anew is right."""
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**16)], ids=str)
+def test_the_sum_of_several_backwards_is_rounded_once(dtype: torch.dtype, scale: float) -> None:
+    """By torch alone, which shares no code with the engine, its kernels or the plain loop.
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        found = default_loss(model, batch)
-        with torch.no_grad():
-            default_loss(model, (batch[0][:4],))
-        return found
-
-    loop, spec = Loop(max_norm=1.0, loss=loss), Spec("none", "middle", "n")
-    check_equal_to_plain(residual.make, residual.batches(2), device=device, run=loop.run, specs=(spec,))
-
-
-def test_adam_with_coupled_weight_decay(device: torch.device) -> None:
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=0.1)
-
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "optimizer": adam}
-    check_equal_to_plain(residual.make, residual.batches(2), **options)
+    The momentum of the first step is the gradient that norm and update see, times 1 - beta1.
+    """
+    data = residual.batches(3)
+    model, optimizer = residual.wrapped(FEW_PLANS[0], dtype=dtype, accumulation=3)
+    plain = residual.make().to(dtype)
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(1)
+    for batch in data:
+        optimizer.backward(default_loss(model, batch))
+    norm = optimizer.clip_grad_norm_(1e6)
+    optimizer.step()
+    torch.manual_seed(1)
+    of_each = []
+    for (x,) in data:
+        gradients = torch.autograd.grad(default_loss(plain, (x.to(dtype),)) * scale, list(plain.parameters()))
+        of_each.append([gradient.float() for gradient in gradients])
+    squares = 0.0
+    for (name, _), first, second, third in zip(plain.named_parameters(), *of_each, strict=True):
+        total = (first + second + third) / scale
+        finished = (total * scale).to(dtype).float() / scale
+        assert not torch.equal(finished, total), "rounding changes nothing here"
+        assert torch.equal(optimizer.export_parameter(name)["exp_avg"], finished * (1 - 0.9)), name
+        squares += finished.double().square().sum().item()
+    assert norm.item() == pytest.approx(squares**0.5, rel=1e-6)
 
 
 def test_another_default_dtype_of_torch_changes_nothing() -> None:

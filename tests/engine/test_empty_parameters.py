@@ -255,25 +255,3 @@ def test_attributes_hooks_and_groups_survive() -> None:
     del seen[:]
     wrapped(*BATCH).backward()
     assert len(seen) == 1
-
-
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "deviation"), [(True, 96**-0.5), ("gaussian", 0.5)])
-def test_adapters_start_as_peft_says(how: str | bool, deviation: float) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-
-    def make() -> nn.Module:
-        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=how)
-        return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), adapters)
-
-    found = starts(make, {"input_ids": tokens, "labels": tokens})
-    layer = "base_model.model.model.layers.1.self_attn.q_proj"
-    assert not found[f"{layer}.lora_B.default.weight"].any()
-    assert found[f"{layer}.lora_A.default.weight"].std().item() == pytest.approx(deviation, rel=0.2)
-    assert not found["base_model.model.model.embed_tokens.lora_embedding_A.default"].any()
-    plain = starts(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), {"input_ids": tokens})
-    assert torch.equal(found[f"{layer}.base_layer.weight"], plain["model.layers.1.self_attn.q_proj.weight"])

@@ -16,7 +16,6 @@ import protrain
 from protrain import MisuseError, wrap
 from tests.engine.families import FAMILIES, Batch, own_loss
 from tests.engine.harness import Loop, Spec, Trainer, adamw, assert_same, check_equal_to_plain, seeded, wrap_under
-from tests.engine.plain_loop import prepare_plain
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,22 +85,6 @@ def test_the_error_for_gemma_3n_names_the_setting_that_makes_it_train(device: to
     vars(model.config)["altup_coef_clip"] = 1.0
     with pytest.raises(ValueError, match=r"prediction_coefs.* in place, .*vars\(config\)\['altup_coef_clip'\] = None"):
         wrap_under(PLANS[0], model, adamw(model), batch, device=device)
-
-
-def test_the_error_for_rwkv_names_the_setting_with_which_it_is_evaluated(device: torch.device) -> None:
-    family = FAMILIES["rwkv"]
-    batches = family.batches(2)
-    plain, trainer = prepare_plain(made := maker("rwkv")(), adamw(made), device=device, dtype=torch.float32)
-    expected = Loop().run(plain, trainer, batches)
-    model: Any = maker("rwkv")()
-    model.config.rescale_every = 1
-    model, optimizer = wrap_under(PLANS[0], model, adamw(model), batches[0], device=device)
-    assert Loop().run(model, optimizer, batches) == expected
-    model.eval()
-    with pytest.raises(MisuseError, match=r"rwkv\.blocks\.0\..*changed in place.* config\.rescale_every = 0 of RWKV"):
-        model(**batches[0])
-    model.config.rescale_every = 0
-    assert torch.equal(model(**batches[0]).logits, plain.eval()(**batches[0]).logits)
 
 
 def routed(router_dtype: str) -> nn.Module:

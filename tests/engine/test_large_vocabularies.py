@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from protrain.common.batch import loss_of
 from protrain.planning.plan import layout_of
@@ -20,38 +20,9 @@ WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
 BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
 
 
-class _Pair(nn.Module):
-    """Two tables in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(WORDS + more, 64) * 0.1) for more in (0, 9))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.first) + nn.functional.embedding(ids, self.second)
-
-
-class _TwoTables(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = _Pair()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 320), nn.Linear(320, 64)) for _ in range(4))
-        self.head = nn.Linear(64, WORDS)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = x + layer(x)
-        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
-
-
 def make(family: str) -> nn.Module:
     """``family`` may end in "-frozen": then only blocks are trained, as with adapters."""
-    if family.startswith("two-tables"):
-        torch.manual_seed(0)
-        model: nn.Module = _TwoTables()
-    else:
-        model = make_model(family.removesuffix("-frozen"), WORDS)
+    model = make_model(family.removesuffix("-frozen"), WORDS)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not family.endswith("-frozen") or "layers" in name)
     return model
@@ -81,7 +52,7 @@ def test_bits(family: str, persist: str, mode: str, inside: bool, device: torch.
 
 @pytest.mark.parametrize(
     ("family", "persist"),
-    [("llama", "none"), ("llama", "some"), ("llama-frozen", "none"), ("gpt2", "none"), ("two-tables-frozen", "none")],
+    [("llama", "none"), ("llama", "some"), ("llama-frozen", "none"), ("gpt2", "none")],
 )
 def test_chunks_are_fetched_as_predicted(family: str, persist: str) -> None:
     model = make(family)

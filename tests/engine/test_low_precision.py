@@ -16,10 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import protrain
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler.blocks import find_blocks
-from tests.engine.harness import Loop, Spec, adamw, assert_same, check_equal_to_plain, generate_no_code, wrap_under
+from tests.engine.harness import (
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    generate_no_code,
+    seeded,
+    wrap_under,
+)
 
 SPECS = (
     Spec("all", "least", "n"),
@@ -42,31 +50,24 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def load_4bit(llama_folder: Callable[..., Path]) -> Make:
-    """The model with NF4 weights, as transformers loads it, without an adapter."""
-    transformers = pytest.importorskip("transformers")
+def qlora(llama_folder: Callable[..., Path]) -> Make:
+    """A model with NF4 weights, as transformers loads it, and an adapter."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
-    how = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    load = transformers.AutoModelForCausalLM.from_pretrained
     folder = llama_folder(hidden_size=64, intermediate_size=128, num_hidden_layers=3, tie_word_embeddings=False)
-    return functools.partial(load, folder, quantization_config=how, device_map="cpu", dtype=torch.float32)
-
-
-@pytest.fixture
-def qlora(load_4bit: Make) -> Make:
-    """The model with NF4 weights and an adapter."""
-    peft = pytest.importorskip("peft")
 
     def make() -> nn.Module:
-        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            model: nn.Module = peft.get_peft_model(load_4bit(), config)
+        how = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        base = load(folder, quantization_config=how, device_map="cpu", dtype=torch.float32)
+        with seeded(1):
+            config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            model: nn.Module = peft.get_peft_model(base, config)
         return model.train()
 
     return make
@@ -107,27 +108,6 @@ def test_compiled_blocks_with_a_4bit_base_have_the_same_bits_under_every_plan(
     # One for the first block, whose input needs no gradient, and one for all others.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-def test_a_4bit_base_is_saved_with_the_adapter_and_exports_leave_it_out(
-    qlora: Make, load_4bit: Make, tiny_batch: MakeBatch, tmp_path: Path
-) -> None:
-    peft = pytest.importorskip("peft")
-    batches = [tiny_batch(seed=seed) for seed in range(2)]
-    model = qlora()
-    wrapped, optimizer = wrap_under(SPECS[1], model, adamw(model), batches[0])
-    LOOP.run(wrapped, optimizer, batches)
-    protrain.save_checkpoint(tmp_path / "saves", wrapped, optimizer)
-    protrain.export(wrapped, tmp_path / "adapter")
-    exported = peft.PeftModel.from_pretrained(load_4bit(), tmp_path / "adapter")
-    with torch.no_grad():  # there is no dropout, and some CPUs pack 4-bit weights for good in evaluation mode
-        assert torch.equal(exported.train()(**batches[0]).loss, wrapped(**batches[0]).loss)
-    expected = LOOP.run(wrapped, optimizer, batches)
-    model = qlora()
-    wrapped, optimizer = wrap_under(SPECS[2], model, adamw(model), batches[0])
-    protrain.load_checkpoint(tmp_path / "saves", wrapped, optimizer)
-    assert LOOP.run(wrapped, optimizer, batches) == expected
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import BudgetError, MisuseError
 from protrain.engine.streams import CudaStreams
-from tests.engine.harness import FEW_PLANS, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.harness import Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make, unharmed, wrapped
 
 OFFLOADED, RESIDENT = Spec("none", "least", "ncs"), Spec("all", "least", "n")
@@ -133,12 +133,6 @@ def test_backward_alone_may_be_called_on_another_stream(inside: bool) -> None:
     assert_same(results[1], results[0])
 
 
-def test_a_loss_of_float16_that_is_not_scaled_is_refused_and_leaves_nothing() -> None:
-    words = "float16 needs a scaled loss"
-    with unharmed(OFFLOADED, dtype=torch.float16) as (model, _), pytest.raises(MisuseError, match=words):
-        default_loss(model, batches()[1]).backward()
-
-
 # -- memory while running ----------------------------------------------------------------------------------------------
 
 
@@ -153,10 +147,3 @@ def test_more_forwards_than_there_is_room_for(mode: Any, words: str) -> None:
         with pytest.raises(BudgetError, match=rf"{words}.*call backward\(\) before the next"):
             losses.extend(default_loss(model, batches()[0]) for _ in range(200))
         losses.clear()
-
-
-def test_no_sync_begins_a_sum_that_must_be_planned() -> None:
-    with unharmed(FEW_PLANS[0]) as (model, _):
-        no_sync: Any = model.no_sync
-        with no_sync(), pytest.raises(MisuseError, match=r"under model.no_sync\(\) .*pass accumulation=2 or more"):
-            default_loss(model, batches()[0]).backward()

@@ -137,11 +137,6 @@ def prefix_in_a_cache() -> nn.Module:
     return model
 
 
-def tokens() -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [families.language(generator) for _ in range(2)]
-
-
 def floats(*shapes: tuple[int, ...]) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [tuple(torch.randn(shape, generator=generator) for shape in shapes) for _ in range(2)]
@@ -164,7 +159,7 @@ OTHERS: dict[str, tuple[Build, list[Batch]]] = {
     "nested": (partial(awkward.Model, awkward.Nested), awkward.batches(2)),
     "scaled": (lambda: nn.Sequential(*(Scaled() for _ in range(3))), floats((4, 8))),
     **{f"weight.{view}": (partial(awkward.Model, view=view), awkward.batches(2)) for view in ("mT", "H", "data")},
-    "prefix in a cache": (prefix_in_a_cache, tokens()),
+    "prefix in a cache": (prefix_in_a_cache, families.texts(2)),
     **{
         form: (partial(residual.Model, 32, 3, partial(Spectral, form=FORMS[form])), residual.batches(2))
         for form in FORMS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 
 import protrain
 from protrain.common.errors import PlanError
-from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning import evaluate
 from tests.engine import residual
 from tests.engine.harness import FEW_PLANS, PLANS, Loop, Spec, adamw, check_equal_to_plain, wrap_under
 
@@ -66,36 +63,7 @@ def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch
     assert 0.99 * saved <= before.host_bytes - after.host_bytes <= 1.02 * saved
 
 
-def test_a_plan_says_what_it_was_made_for(tmp_path: Path) -> None:
-    model, batch = residual.make(width=256), residual.batches(1)[0]
-    traced = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=FLOAT32)
-    narrow = dataclasses.replace(traced, moment_dtype="bfloat16")
-    hardware = detect(torch.device("cpu"), device_memory="4GiB", host_memory="4GiB")
-    counts: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": len(traced.blocks)}
-    plan, whole = evaluate(narrow, hardware, **counts), evaluate(traced, hardware, **counts)
-    assert "moments=bfloat16" in str(plan)
-    assert plan.host_bytes < whole.host_bytes
-    plan.save(tmp_path / "plan.json")
-    assert protrain.Plan.load(tmp_path / "plan.json") == plan
-
-    def wrap(**options: Any) -> ProTrainOptimizer:
-        fresh = residual.make(width=256)
-        limits: dict[str, Any] = {"device": "cpu", "device_memory": "4GiB", "host_memory": whole.host_bytes - 1}
-        limits |= {"plan": tmp_path / "plan.json", "progress": False, **options}
-        return protrain.wrap(fresh, adamw(fresh), example_batch=batch, **limits)[1]
-
-    assert wrap(moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"
-    words = "made for moment_dtype=bfloat16, and here it is float32: pass it here as well, or make a new plan"
-    with pytest.raises(PlanError, match=words):
-        wrap()
-    with pytest.raises(PlanError, match="the plan does not fit the host memory") as raised:
-        wrap(host_memory=plan.host_bytes - 1)
-    assert "moment_dtype" not in str(raised.value), "nor would it fit with them"
-    with pytest.raises(ValueError, match="moment_dtype must be float32 or bfloat16, not 'int8'"):
-        dataclasses.replace(plan, moment_dtype="int8")
-
-
-def test_what_fits_with_them_alone_says_so() -> None:
+def test_a_plan_for_them_is_refused_without_them_and_no_plan_is_where_they_alone_fit() -> None:
     def wrap(host_memory: int | str, **options: Any) -> ProTrainOptimizer:
         model, limits = residual.make(width=256), {"device_memory": "3MiB", "host_memory": host_memory}
         options = {"example_batch": residual.batches(1)[0], "device": "cpu", "progress": False, **limits, **options}
@@ -106,4 +74,13 @@ def test_what_fits_with_them_alone_says_so() -> None:
     less = raised.value.needed_bytes - 1
     with pytest.raises(PlanError, match="so does moment_dtype=bfloat16"):
         wrap(less)
-    assert wrap(less, moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"
+    plan = wrap(less, moment_dtype="bfloat16").plan
+    assert plan.moment_dtype == "bfloat16"
+    assert "moments=bfloat16" in str(plan)
+    with pytest.raises(PlanError, match="made for moment_dtype=bfloat16, and here it is float32: pass it here as well"):
+        wrap(less, plan=plan)
+    with pytest.raises(PlanError, match="the plan does not fit the host memory") as raised:
+        wrap(plan.host_bytes - 1, plan=plan)
+    assert "moment_dtype" not in str(raised.value), "nor would it fit with them"
+    with pytest.raises(ValueError, match="moment_dtype must be float32 or bfloat16, not 'int8'"):
+        dataclasses.replace(plan, moment_dtype="int8")

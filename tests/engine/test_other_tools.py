@@ -79,33 +79,18 @@ def test_transforms_of_the_model_are_refused_under_every_plan(spec: Spec, device
                 transform(model, batches()[0][0].to(device))
 
 
-@pytest.mark.parametrize("which", ["the model", "its method", "a block"])
-def test_what_is_compiled_before_wrap_is_refused(which: str) -> None:
-    model: Any = make()
-    if which == "the model":
-        model = torch.compile(model)
-    else:
-        (model if which == "its method" else model.blocks[1]).compile()
-    with pytest.raises(ValueError, match=r"is compiled by torch\.compile.*as it was before, and compile=True"):
-        protrain.wrap(model, adamw(model), example_batch=batches()[0], device="cpu", progress=False)
+# -- Accelerate, and weights that it moves about -----------------------------------------------------------------------
 
-
-# -- Accelerate --------------------------------------------------------------------------------------------------------
+accelerate = pytest.importorskip("accelerate")
+hooks = pytest.importorskip("accelerate.hooks")
 
 
 def test_what_was_prepared_before_wrap_is_refused_by_name() -> None:
-    accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     model = make()
     prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(model, adamw(model))
     with pytest.raises(ValueError, match=r"not AcceleratedOptimizer of .*: .*Wrap first.*prepare"):
         protrain.wrap(prepared, optimizer, example_batch=batches()[0], device="cpu", progress=False)
-
-
-# -- weights that accelerate moves about -------------------------------------------------------------------------------
-
-accelerate = pytest.importorskip("accelerate")
-hooks = pytest.importorskip("accelerate.hooks")
 
 
 def disk_offload(model: nn.Module, folder: Path) -> Any:

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,28 +84,14 @@ def plan(tiny_model: Callable[..., nn.Module], batch: Batch) -> Plan:
     return wrap_under(spec, model, adamw(model), batch)[1].plan
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "cannot read a plan from .*plan.json: No such file"),
-        ("{ not json", "plan.json is not a plan of .*: Expecting property name"),
-        ("[]", "plan.json is not a plan of .*: Plan must be a JSON object, not list"),
-        ("{}", "plan.json is not a plan of .*: Plan lacks the field"),
-    ],
-)
-def test_a_plan_file_that_is_none(model: nn.Module, batch: Batch, text: str | None, words: str, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "plan.json").write_text(text)
-    refused(model, adamw(model), batch, words, ValueError, plan=str(tmp_path / "plan.json"))
-
-
 def test_plans_that_do_not_suit(
     plan: Plan, no_memory_taken: None, tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
 ) -> None:
-    def attempt(words: str, kind: type[Exception], wrong: Plan, **options: Any) -> None:
+    def attempt(words: str, kind: type[Exception], wrong: Plan | str, **options: Any) -> None:
         model = tiny_model(options.pop("family", "llama"))
         refused(model, adamw(model), options.pop("batch", tiny_batch()), words, kind, plan=wrong, **options)
 
+    attempt("cannot read a plan from nowhere.json: No such file", ValueError, "nowhere.json")
     attempt("made for another model .*make a new plan, or leave plan= out", ValueError, plan, family="gpt2")
     attempt("made for another model .*dtype differ", ValueError, plan, dtype="bfloat16")
     elsewhere = dataclasses.replace(plan, model=f"{plan.model.partition('-')[0]}-0")

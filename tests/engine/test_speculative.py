@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -58,39 +58,49 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
     return report.speculative_updates, report.redone_updates
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "max_norm"),
-    [(STATES, torch.bfloat16, None), (WEIGHTS, torch.float32, None), (BOTH, torch.float16, 1e6)],
-    ids=str,
-)
-def test_all_are_committed_when_nothing_is_clipped(
-    spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
-) -> None:
-    optimizer, n_chunks = trained(Loop(max_norm=max_norm).run, device, spec, dtype=dtype)
-    assert counts(optimizer) == (STEPS * n_chunks, 0)
+@dataclass(frozen=True)
+class Case:
+    """A training, and in how many of its steps updates are speculative, and done again."""
 
+    spec: Spec
+    speculative: int
+    redone: int
+    norms: Sequence[float | None] = (None,) * STEPS  # at which each step is clipped
+    factors: Sequence[float] = (1.0,) * STEPS  # on the rates, between backward and step
+    dtype: torch.dtype = torch.bfloat16
 
-@pytest.mark.parametrize("spec", [STATES, WEIGHTS, BOTH], ids=str)
-def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
-    optimizer, n_chunks = trained(Loop(max_norm=1e-3).run, device, spec)
-    assert counts(optimizer) == (n_chunks, n_chunks)
-
-
-def test_some_are_done_again_when_some_steps_are_clipped(device: torch.device) -> None:
-    norms: list[float] = []
-
-    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> list[float]:
-        norms.clear()
-        for index, batch in enumerate(data):
-            default_loss(model, batch).backward()
-            norms.append(float(optimizer.clip_grad_norm_(1e-3 if index in (2, 3) else 1e6)))
+    def run(self, model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> list[float]:
+        found = []
+        for batch, norm, factor in zip(data, self.norms, self.factors, strict=True):
+            optimizer.backward(default_loss(model, batch))
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+            if norm is not None:
+                found.append(float(optimizer.clip_grad_norm_(norm)))
             optimizer.step()
             optimizer.zero_grad()
-        return norms
+        return found
 
-    optimizer, n_chunks = trained(run, device, BOTH)
-    # Steps 0, 1, 2 (redone), none in 3 and 4, for the step before was clipped, and 5.
-    assert counts(optimizer) == (4 * n_chunks, n_chunks)
+
+FREE, CLIPPED = 1e6, 1e-3
+CASES = {
+    "all states": Case(STATES, STEPS, 0),
+    "weights in fp32": Case(WEIGHTS, STEPS, 0, dtype=torch.float32),
+    "nothing is clipped in fp16": Case(BOTH, STEPS, 0, [FREE] * STEPS, dtype=torch.float16),
+    # The first step is done again, and after a clipped step there are no speculative updates.
+    **{f"{spec}, all are clipped": Case(spec, 1, 1, [CLIPPED] * STEPS) for spec in (STATES, WEIGHTS, BOTH)},
+    "some are clipped": Case(BOTH, 4, 1, [FREE, FREE, CLIPPED, CLIPPED, FREE, FREE]),
+    # Nor are there after one whose rates were not those of its backward.
+    "rates change after backward": Case(BOTH, 1, 1, factors=[0.5] * STEPS),
+    "rates change at first": Case(BOTH, 3, 1, factors=[0.5, 0.5, 0.5, 1.0, 1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_are_committed_or_done_again(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    optimizer, n_chunks = trained(case.run, device, case.spec, dtype=case.dtype)
+    assert counts(optimizer) == (case.speculative * n_chunks, case.redone * n_chunks)
 
 
 def test_accumulation_begins_in_the_last_backward(device: torch.device) -> None:
@@ -100,21 +110,6 @@ def test_accumulation_begins_in_the_last_backward(device: torch.device) -> None:
         assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
     optimizer, n_chunks = trained(Loop(max_norm=1e6, accumulate=2).run, device, BOTH, accumulation=3)
     assert counts(optimizer) == (0, 0), "a step of fewer backwards than planned has none"
-
-
-@pytest.mark.parametrize(("changes", "speculative_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])
-def test_hyperparameters_changed_after_backward(device: torch.device, changes: int, speculative_steps: int) -> None:
-    def run(model: nn.Module, optimizer: Trainer, data: Sequence[Batch]) -> None:
-        for index, batch in enumerate(data):
-            default_loss(model, batch).backward()
-            for group in optimizer.param_groups if index < changes else []:
-                group["lr"] *= 0.5
-            optimizer.step()
-            optimizer.zero_grad()
-
-    optimizer, n_chunks = trained(run, device, BOTH)
-    # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
-    assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
 
 
 def test_a_step_redoes_a_speculative_update_that_failed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

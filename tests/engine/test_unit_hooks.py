@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import protrain
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     FEW_PLANS,
@@ -25,7 +22,7 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.residual import Model, batches, make
+from tests.engine.residual import batches, make
 
 
 def before(block: Any, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -49,27 +46,6 @@ def hooked(model: nn.Module) -> nn.Module:
 def test_hooks_use_the_weights_of_their_block(dtype: torch.dtype, device: torch.device) -> None:
     specs = FEW_PLANS[(dtype is torch.bfloat16) :: 2]
     check_equal_to_plain(lambda: hooked(make()), batches(2), device=device, dtype=dtype, specs=specs)
-
-
-class Rows(Model):
-    """Blocks are single layers, normalised by hooks on the blocks themselves."""
-
-    def __init__(self, normalise: Callable[[Any], Any]) -> None:
-        super().__init__(48, 4, lambda width: normalise(nn.Linear(width, width)))
-        self.leave = normalise(self.leave)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).tanh()
-
-
-@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_normalised_by_hooks(normalise: Callable[[Any], Any], device: torch.device) -> None:
-    def build() -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return Rows(normalise)
-
-    check_equal_to_plain(build, batches(2), device=device, specs=FEW_PLANS[1:3])
 
 
 # -- checkpointing of the model's own ----------------------------------------------------------------------------------
@@ -101,21 +77,6 @@ def test_what_is_switched_on_is_switched_off_and_said(
             losses = Loop().run(model, optimizer, [batch] * 2)
     assert losses == Loop().run(*untouched, [batch] * 2)
     assert_same(states(model, optimizer), states(*untouched))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_that_the_model_runs_again_inside_backward_cannot_be_profiled(reentrant: bool) -> None:
-    class Checkpointing(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.enter(x)
-            for block in self.blocks:
-                x = checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=reentrant)
-            return self.leave(x)
-
-    model = Checkpointing(48, 5)
-    words = r"the model itself computes blocks\.4 again inside backward: take out torch\.utils\.checkpoint"
-    with pytest.raises(ValueError, match=words):
-        protrain.wrap(model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False)
 
 
 def test_a_forward_that_was_replaced_may_use_weights_of_modules_that_it_does_not_call(device: torch.device) -> None:

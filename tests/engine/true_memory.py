@@ -84,7 +84,6 @@ def peak_bytes(
     forward: Callable[[], Any],
     inputs: Iterable[Tensor],
     *,
-    loss: Callable[[Any], Tensor] = loss_of,
     backwards: int = 1,
 ) -> int:
     """Most bytes alive in the second step: ``inputs``, outputs until the next, and all of the engine."""
@@ -98,7 +97,7 @@ def peak_bytes(
         with meter if measured else nullcontext():
             for _ in range(backwards):
                 output = forward()
-                optimizer.backward(loss(output))
+                optimizer.backward(loss_of(output))
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -214,16 +214,6 @@ def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = Fals
     same_kind = keep_attention is found.keep_attention
     assert is_there or not same_kind
     assert n_plans > 10 or not same_kind
-    return best
-
-
-def fastest_ms(memory: MemoryModel, allowed: Callable[[Counts], bool]) -> float:
-    """The step time of the fastest plan that fits, of those whose counts are ``allowed``."""
-    runtime, best = RuntimeModel(memory), inf
-    for counts in every_plan(memory):
-        if allowed(counts):
-            modes = block_modes(len(memory.profile.blocks), counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
-            best = min(best, runtime.step_ms(modes, counts, limit_ms=best))
     return best
 
 

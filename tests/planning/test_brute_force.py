@@ -10,26 +10,29 @@ from typing import Any
 import pytest
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import BlockMode, MemoryModel, Plan, pack, search
-from protrain.planning.rates import staging_bytes
+from protrain.planning import BlockMode, MemoryModel, pack
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import (
-    CLOSE,
     N,
     as_measured,
     check_search,
-    fastest_ms,
     large_vocabulary,
-    margin,
     measured,
     random_machine,
     random_profile,
     that_streams,
     tight_case,
 )
+from tests.planning.machines import judge_as_calibrated
 from tests.planning.models import MIB, with_attention
 
-pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
+
+@pytest.fixture(autouse=True)
+def judged_as_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for the host as it was calibrated, so that the search judges them by the predicted time."""
+    judge_as_calibrated(monkeypatch)
+
+
 Case = tuple[ModelProfile, HardwareProfile, bool]  # and whether updates run inside backward
 SWAP, CKPT_SWAP = BlockMode.SWAP, BlockMode.CKPT_SWAP
 
@@ -84,6 +87,26 @@ def of_ranks(seed: int) -> Case:
     return profile, replace(hardware, device_bytes=hardware.collective_bytes + room_bytes), draw.random() < 0.25
 
 
+def sharing_regions(seed: int) -> Case:
+    """Updates inside backward, and room for the states of all chunks or all but one and hardly for their gradients."""
+    draw = random.Random(seed)
+    profile = measured(draw, seed)
+    hardware = replace(random_machine(draw), device_bytes=int(draw.uniform(450, 1100)) * MIB, host_bytes=0)
+    memory = MemoryModel(profile, hardware, pack(profile, N), step_during_backward=True)
+    least_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
+    swapping = memory.activations((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))
+    offloaded_bytes = draw.choice([0, 0, swapping.swapped_bytes])
+    gradients_bytes = draw.randint(0, 4) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
+    return profile, replace(hardware, host_bytes=least_bytes + gradients_bytes + offloaded_bytes), True
+
+
+def helped(seed: int, share: int) -> Case:
+    """A machine whose GPU can help to update."""
+    draw = random.Random(seed)
+    profile, alone = measured(draw, seed, share=share), random_machine(draw)
+    return profile, that_streams(alone), draw.random() < 0.25
+
+
 # The name of a case says what makes its best plan hard to find.
 CASES: dict[str, Callable[[], Case]] = {
     "frozen chunks lie between others": lambda: usual(37),
@@ -96,6 +119,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "a large embedding": lambda: with_large_vocabulary(15),
     "a large embedding and head": lambda: with_large_vocabulary(41),
     "a large embedding that is tied": lambda: with_large_vocabulary(97),
+    "regions for gradients: a block is swapped beside input offload": lambda: sharing_regions(75),
+    "regions for gradients: inputs alone are offloaded": lambda: sharing_regions(91),
+    "the GPU helps, and inputs are offloaded": lambda: helped(10558, 4),
+    "help gains less than the memory of its staging is worth": lambda: helped(13686, 16),
+    "attention is kept": lambda: attending(37),
+    "attention is not kept, as that gains too little": lambda: attending(52),
+    "updates of the weight alone": lambda: (*tight_case(28), False),
+    "updates of the weight alone, and less memory": lambda: (*tight_case(323), False),
     "ranks: a chunk gives up being persistent, and its buffer stays": lambda: of_ranks(108),
     "ranks: inputs are offloaded": lambda: of_ranks(151),
     "ranks: whole weights stay of chunks whose states are in host memory": lambda: of_ranks(183),
@@ -109,69 +140,3 @@ def test_no_plan_at_all_is_better(name: str) -> None:
     profile, hardware, inside = CASES[name]()
     found = check_search(profile, hardware, inside=inside)
     assert found.world_size == hardware.world_size
-
-
-# A block that is no longer recomputed takes memory from a persistent chunk, which pays only if that chunk gets a
-# speculative update. The block is kept: 60070; swapped: 50016.
-@pytest.mark.parametrize("seed", [50016, 60070])
-def test_no_plan_is_better_where_chunks_give_up_being_persistent(seed: int) -> None:
-    draw = random.Random(seed)
-    profile, hardware = measured(draw, seed), random_machine(draw)
-    found = search(profile, hardware, chunk_elements=N)
-    assert found.n_speculate > found.n_weight_only == found.n_ckpt_swap == 0
-    memory = MemoryModel(profile, hardware, pack(profile, N))
-    best_ms = fastest_ms(memory, lambda counts: counts.n_weight_only == counts.n_ckpt_swap == 0)
-    assert found.step_ms <= CLOSE * best_ms
-
-
-# The best plan swaps beside input offload: 75, 156; it offloads inputs alone: 91.
-@pytest.mark.parametrize("seed", [75, 91, 156])
-def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
-    draw = random.Random(seed)
-    profile = measured(draw, seed)
-    hardware = replace(random_machine(draw), device_bytes=int(draw.uniform(450, 1100)) * MIB, host_bytes=0)
-    memory = MemoryModel(profile, hardware, pack(profile, N), step_during_backward=True)
-    # Room for the states of all chunks or all but one, and hardly for their gradients or what is offloaded.
-    least_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
-    swapping = memory.activations((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))
-    offloaded_bytes = draw.choice([0, 0, swapping.swapped_bytes])
-    gradients_bytes = draw.randint(0, 4) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
-    hardware = replace(hardware, host_bytes=least_bytes + gradients_bytes + offloaded_bytes)
-    assert check_search(profile, hardware, inside=True).n_host_gradient > 0
-
-
-# The step is 7% faster or more, and the plan swaps blocks or offloads inputs: 10558. Help gains less than the memory of
-# its staging is worth: 13686. All chunks are persistent: 11835.
-@pytest.mark.parametrize(("seed", "share"), [(13686, 16), (10558, 4), (11835, 8)])
-def test_help_by_the_gpu_costs_no_more_than_its_staging(seed: int, share: int) -> None:
-    draw = random.Random(seed)
-    profile, alone = measured(draw, seed, share=share), random_machine(draw)
-    inside = draw.random() < 0.25
-    found = check_search(profile, that_streams(alone), inside=inside)
-    assert found.stream or found.n_persist == found.n_chunks
-    without_staging = replace(alone, device_bytes=alone.device_bytes - staging_bytes(found.chunk_elements))
-    without = search(profile, without_staging, chunk_elements=N, step_during_backward=inside)
-
-    def score_ms(plan: Plan) -> float:
-        return plan.step_ms * margin(plan.counts, plan.n_chunks)
-
-    assert score_ms(found) <= CLOSE * score_ms(without)
-
-
-@pytest.mark.parametrize(("seed", "gains"), [(37, True), (52, False)])
-def test_attention_is_kept_where_that_gains(seed: int, gains: bool) -> None:
-    profile, hardware, inside = attending(seed)
-    found = check_search(profile, hardware, inside=inside)
-    unfused = replace(profile, blocks=tuple(replace(block, attention_bytes=0) for block in profile.blocks))
-    without = search(unfused, hardware, chunk_elements=N, step_during_backward=inside)
-    assert found.keep_attention is gains
-    assert found.step_ms <= (0.99 if gains else CLOSE) * without.step_ms
-
-
-@pytest.mark.parametrize("seed", [28, 323])
-def test_updates_of_the_weight_alone_are_made_where_they_gain(seed: int) -> None:
-    profile, hardware = tight_case(seed)
-    found = check_search(profile, hardware)
-    assert found.n_weight_only > 0
-    memory = MemoryModel(profile, hardware, pack(profile, N))
-    assert found.step_ms < 0.99 * fastest_ms(memory, lambda counts: not counts.n_weight_only)

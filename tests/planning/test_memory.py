@@ -1,143 +1,54 @@
-"""The memory model: what a plan takes on the device and in host memory, against steps that really ran and by hand."""
+"""The memory model by hand: states, sums and copies. Tests of the engine compare it with steps that really run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import protrain
-from protrain.common import batch as batches
-from protrain.hardware.detection import detect
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, block_modes, pack
-from protrain.planning.layout import summed_on_device
 from protrain.planning.memory import state_bytes
 from protrain.planning.plan import Counts
-from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.model_profile import ModelProfile
-from tests.engine import residual
 from tests.planning.machines import H100
 from tests.planning.models import MACHINE, MIB, N, chain, make_profile, placed
 
-profile = partial(protrain.profile, device="cpu")
-Builder = Callable[..., Any]
-NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
-
-
-def _model(traced: ModelProfile) -> MemoryModel:
-    hardware = detect("cpu", device_memory="1GiB", host_memory="1GiB")
-    return MemoryModel(traced, hardware, pack(traced))
-
-
-def _true_peak(model: nn.Module, batch: dict[str, Tensor], checkpointed: set[str]) -> int:
-    """Storage bytes at the peak of plain steps, weights aside, with gradients freed as they arrive.
-
-    With what the model returned held until it returns the next.
-    """
-    model.train()
-    with ExitStack() as stack:
-        for name in checkpointed:
-            module = model.get_submodule(name)
-            forward = module.forward
-            stack.callback(module.__dict__.pop, "forward")
-            module.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, use_reentrant=False, **k)
-        for parameter in model.parameters():
-            handle = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-            stack.callback(handle.remove)
-        meter = StorageMeter()
-        meter.ignore((*model.parameters(), *model.buffers()))
-        meter.count(batch.values())
-        with meter:
-            for _ in range(2):
-                output = model(**batches.training_arguments(model, batch))
-                batches.loss_of(output).backward()
-    return meter.peak_bytes
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "t5"])
-@pytest.mark.parametrize("n_ckpt", [0, 1, 99])
-def test_predicted_peak_is_close_to_the_true_one(
-    tiny_model: Builder, tiny_batch: Builder, family: str, n_ckpt: int
-) -> None:
-    model, batch = tiny_model(family), tiny_batch(batch=4, sequence=64)
-    traced = profile(model, batch)
-    n_blocks = len(traced.blocks)
-    modes = block_modes(n_blocks, 0, min(n_ckpt, n_blocks))
-    predicted = _model(traced).activations(modes)
-    names = {block.name for block, mode in zip(traced.blocks, modes, strict=True) if mode is CKPT}
-    true = _true_peak(model, batch, names)
-    assert true <= predicted.peak_bytes <= 1.15 * true
-    assert predicted.held_bytes <= predicted.peak_bytes
+NONE = BlockMode.NONE
 
 
 @pytest.mark.parametrize(
     ("dtype", "trainable", "frozen"), [("bfloat16", 12, 2), ("float16", 14, 2), ("float32", 12, 4)]
 )
-def test_states_per_parameter_without_the_gradient(
-    tiny_model: Builder, tiny_batch: Builder, dtype: str, trainable: int, frozen: int
-) -> None:
-    model = tiny_model("llama")
-    model.model.embed_tokens.requires_grad_(False)
-    traced = profile(model, tiny_batch(), dtype=getattr(torch, dtype))
-    layout = pack(traced)
-    assert {chunk.trainable for chunk in layout.chunks} == {True, False}
-    for chunk in layout.chunks:
-        assert state_bytes(chunk, traced) == chunk.elements * (trainable if chunk.trainable else frozen)
-        narrow = replace(traced, moment_dtype="bfloat16")
-        assert state_bytes(chunk, narrow) == chunk.elements * (trainable - 4 if chunk.trainable else frozen)
+def test_states_per_parameter_without_the_gradient(dtype: str, trainable: int, frozen: int) -> None:
+    profile = replace(chain(3.0, 6.0), dtype=dtype)
+    profile = replace(profile, parameters=(replace(profile.parameters[0], group=-1), *profile.parameters[1:]))
+    still, *trained = pack(profile, N).chunks
+    narrow = replace(profile, moment_dtype="bfloat16")
+    assert [state_bytes(still, each) for each in (profile, narrow)] == [N * frozen] * 2
+    for chunk in trained:
+        assert [state_bytes(chunk, each) for each in (profile, narrow)] == [N * trainable, N * (trainable - 4)]
 
 
-def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_batch: Builder) -> None:
-    traced = profile(tiny_model("llama"), tiny_batch())
-    memory = _model(traced)
-    layout = memory.layout
-    n_chunks = len(layout.chunks)
-    modes = (CKPT,) * 3
-    several = _model(replace(traced, accumulation=2))
-    for n_persist in range(n_chunks):
-        # A sum of 4 bytes takes the place of the gradient of fp32. It passes through three buffers.
-        for n_sum in range(n_chunks - n_persist + 1):
-            counts = placed(n_persist, 1)._replace(n_device_sum=n_sum)
-            of_sum = summed_on_device(n_chunks, n_persist, n_sum)
-            in_host = [chunk for chunk in layout.chunks[n_persist:] if chunk.index not in of_sum]
-            summed = [layout.chunks[chunk] for chunk in of_sum]
-            assert several.host_bytes(counts, modes) == memory.host_bytes(placed(n_persist, 1), modes)
-            assert several.host_sum_bytes(n_persist, n_sum) == 4 * sum(chunk.elements for chunk in in_host)
-            more = several.static_bytes(n_persist, 1, n_sum) - memory.static_bytes(n_persist, 1)
-            buffer = max((chunk.elements for chunk in in_host), default=0)
-            assert more == 4 * sum(chunk.elements for chunk in summed) + 3 * 4 * buffer
-    # All on the device: no staging, only the partial sums of the norm.
-    assert memory.static_parts(n_chunks, 0)["gradient staging"] == memory.partial_bytes
-    assert memory.static_bytes(0, 3) - memory.static_bytes(0, 2) == layout.chunk_elements * 4
+def test_sums_of_several_batches_take_four_bytes_where_gradients_take_two() -> None:
+    """Those in host memory pass through three buffers on the device."""
+    profile, modes = chain(3.0, 6.0), (NONE,) * 4
+    one, several = (MemoryModel(each, MACHINE, pack(each, N)) for each in (profile, replace(profile, accumulation=2)))
+    assert one.static_bytes(0, 3) - one.static_bytes(0, 2) == 2 * N
+    assert one.static_parts(4, 0)["gradient staging"] == one.partial_bytes
+    for n_persist in range(5):
+        for n_sum in range(5 - n_persist):
+            n_away = 4 - n_persist - n_sum
+            assert several.host_sum_bytes(n_persist, n_sum) == 4 * N * n_away
+            more_bytes = several.static_bytes(n_persist, 1, n_sum) - one.static_bytes(n_persist, 1)
+            assert more_bytes == 2 * N * n_persist + 4 * N * n_sum + 12 * N * (n_away > 0)
+            counts = placed(n_persist, 1)
+            more_bytes = several.host_bytes(counts._replace(n_device_sum=n_sum), modes) - one.host_bytes(counts, modes)
+            assert more_bytes == 2 * N * n_away
 
 
-ROWS, WIDTH, DEPTH = 256, 32, 8
-INPUT_BYTES = ROWS * WIDTH * 4
 CHUNK = 8 * MIB  # elements of a chunk of make_profile
-
-
-@pytest.fixture(scope="module")
-def traced() -> ModelProfile:
-    return protrain.profile(residual.make(WIDTH, DEPTH), (torch.randn(ROWS, 8),), device="cpu")
-
-
-def test_inputs_leave_the_device_for_the_host(traced: ModelProfile) -> None:
-    memory = _model(traced)
-    assert {block.input_bytes for block in traced.blocks} == {INPUT_BYTES}
-    kept, moved = memory.activations((CKPT,) * DEPTH), memory.activations((BlockMode.CKPT_SWAP,) * DEPTH)
-    # In its own backward a block's input is there, and that of the one before is on its way.
-    assert kept.peak_bytes - moved.peak_bytes == (DEPTH - 2) * INPUT_BYTES
-    assert kept.held_bytes - moved.held_bytes == (DEPTH - 2) * INPUT_BYTES
-    assert kept.swapped_bytes == 0
-    assert DEPTH * INPUT_BYTES <= moved.swapped_bytes <= DEPTH * (INPUT_BYTES + 16384)
 
 
 def memory_of(world_size: int, profile: ModelProfile, hardware: HardwareProfile = H100, **options: Any) -> MemoryModel:

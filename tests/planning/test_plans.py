@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,33 +64,16 @@ def test_counts_out_of_range_are_named(changes: dict[str, int], message: str) ->
         evaluate(make_profile(), machine("8GiB", "8GiB"), **_counts(**changes), chunk_elements=8 * MIB)
 
 
-def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
+def test_a_plan_whose_numbers_contradict_each_other_is_refused() -> None:
     traced, hardware = make_profile(), machine("3GiB", "3GiB")
-    plan = search(traced, hardware)
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == plan
-    assert check(loaded, traced, hardware) == plan
-
-
-def test_check_refuses_what_does_not_belong() -> None:
-    traced, hardware = make_profile(), machine("3GiB", "3GiB")
-    plan = search(traced, hardware)
-    other = replace(traced, parameters=(replace(traced.parameters[0], group=1), *traced.parameters[1:]))
-    with pytest.raises(ValueError, match="made for another model"):
-        check(plan, other, hardware)
+    plan = evaluate(traced, hardware, **_counts(n_ckpt_swap=3), chunk_elements=8 * MIB)
+    assert check(plan, traced, hardware) == plan
     with pytest.raises(ValueError, match="n_chunks=99"):
         check(replace(plan, n_chunks=99), traced, hardware)
     with pytest.raises(ValueError, match="block_modes name 1 blocks"):
         check(replace(plan, block_modes=(NONE,)), traced, hardware)
-    moved = evaluate(traced, hardware, **_counts(n_ckpt_swap=3), chunk_elements=8 * MIB)
-    assert check(moved, traced, hardware) == moved
     with pytest.raises(ValueError, match=r"6 checkpointed, 3 of these with offloaded inputs; .* n_ckpt_swap=2"):
-        check(replace(moved, n_ckpt_swap=2), traced, hardware)
-    with pytest.raises(PlanError, match="GPU"):
-        check(plan, traced, machine("1GiB", "3GiB"))
-    with pytest.raises(PlanError, match="host"):
-        check(plan, traced, machine("3GiB", "64MiB"))
+        check(replace(plan, n_ckpt_swap=2), traced, hardware)
 
 
 def test_the_fingerprint_is_of_the_model_not_of_the_run() -> None:

@@ -73,9 +73,6 @@ def test_infeasible_on_the_device_names_a_batch_and_memory_that_fit() -> None:
     assert "a batch of " in text
     assert "instead of 8 fits" in text
     assert "Host memory: needed" in text
-    # What it promises holds.
-    enough = text.split("device_memory of at least ")[1].split(" ")[0]
-    assert search(traced, machine(enough, "8GiB")).device_bytes == pytest.approx(error.needed_bytes, rel=0.2)
     batch = int(text.split("a batch of ")[1].split(" ")[0])
     assert 1 <= batch < 8
     smaller = make_profile(6, saved=2048 * MIB * batch // 8)
@@ -90,16 +87,6 @@ def test_infeasible_model_states_do_not_blame_the_batch() -> None:
         search(traced, machine("2GiB", "80GiB"))
     assert "a batch of" not in str(raised.value)
     assert "chunk" in raised.value.largest_part or "staging" in raised.value.largest_part
-
-
-def test_infeasible_on_the_host_names_the_host_memory_that_fits() -> None:
-    traced = make_profile(6, elements=64 * MIB)
-    with pytest.raises(PlanError) as raised:
-        search(traced, machine("3GiB", "1GiB"))
-    assert raised.value.where == "host"
-    enough = str(raised.value).split("host_memory of at least ")[1].split(" ")[0]
-    plan = search(traced, machine("3GiB", enough))
-    assert plan.host_bytes <= parse_memory(enough, name="host")
 
 
 def test_a_plan_with_memory_to_spare_loses_little_where_steps_are_clipped() -> None:

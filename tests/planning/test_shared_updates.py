@@ -1,4 +1,4 @@
-"""Updates of what lies in host memory: by the GPU as well, and of the weight alone inside backward."""
+"""Updates of what lies in host memory: by the GPU as well, of the weight alone, and inside backward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware.profile import HardwareProfile
-from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, pack
+from protrain.common.errors import PlanError
+from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, explain, search
 from protrain.planning.rates import staging_bytes
 from protrain.planning.sharing import Waiting, next_for_gpu
-from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
-from protrain.profiler.model_profile import ModelProfile
-from tests.planning.models import MACHINE, MOVE_MS, N, chain, model_of, placed
+from protrain.planning.timeline import DOWN, HOST, STREAM, Timeline
+from tests.planning.models import MACHINE, N, chain, model_of, placed
 
 NONE = BlockMode.NONE
 SLOW = replace(MACHINE, host_adam_gparams=0.0128, streamed_adam_gparams=0.00639)  # 100 ms a chunk, and just over 200
@@ -55,15 +54,6 @@ def names(timeline: Timeline, lane: int) -> list[str]:
     return [op.name for op in timeline.operations if op.lane == lane and op.start_ms < timeline.forward_end_ms]
 
 
-def test_host_and_gpu_share_the_updates_between_norm_and_forward() -> None:
-    # Chunk 0 is persistent. The host takes 1, and the GPU the first that it finishes sooner, which is 3: after 200 ms.
-    # Meanwhile the host makes 2 and takes 4. Then the GPU takes 6, and the host makes 5. Both are done after 400 ms.
-    shared = slow_model().step_ms(MODES, placed(1, 6))
-    assert shared == pytest.approx(4 * 100.0 + MOVE_MS + COMPUTE + 7 * 6.0, rel=0.02)
-    alone = slow_model(stream=False).step_ms(MODES, placed(1, 6))
-    assert alone == pytest.approx(6 * 100.0 + MOVE_MS + COMPUTE + 7 * 6.0, rel=0.02)
-
-
 def test_the_gpu_may_help_unless_the_plan_says_otherwise_or_its_rate_is_unknown() -> None:
     profile = chain(COMPUTE, 6.0, n=7)
     counts: dict[str, Any] = {"n_persist": 1, "n_buffer": 6, "n_swap": 0, "n_ckpt": 0, "chunk_elements": N}
@@ -94,66 +84,59 @@ def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_
     assert timeline.step_ms < 0.75 * alone
 
 
-ROOMY = replace(MACHINE, host_bytes=10**12)
-
-
-def with_weights(profile: ModelProfile, hardware: HardwareProfile, n_weights: int, n_persist: int) -> HardwareProfile:
-    """Host memory for that many second weights of full chunks beside all that must be there, in chunks of N."""
-    memory = MemoryModel(profile, ROOMY, pack(profile, N))
-    room = n_weights * N * profile.element_bytes
-    return replace(hardware, host_bytes=memory.least_host_bytes(n_persist, 0) + room)
-
-
-def steps_of(update_ms: float, room: int = 7) -> tuple[RuntimeModel, list[float]]:
-    """The model and its steps by the number of weight-only updates, with room for so many second weights.
-
-    Of eight blocks with a forward of 2 and a backward of 20 ms, the first persistent.
-    """
-    profile = chain(2.0, 20.0, n=8)
-    hardware = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / update_ms)
-    runtime = RuntimeModel(MemoryModel(profile, with_weights(profile, hardware, room, 1), pack(profile, N)))
-    return runtime, [runtime.step_ms((NONE,) * 8, weight_only(1, 7, n)) for n in range(room + 1)]
-
-
-def weight_only(n_persist: int, n_buffer: int, n_speculate: int) -> Any:
-    """Counts whose speculative updates compute their weight alone."""
-    return placed(n_persist, n_buffer, n_speculate, n_weight_only=n_speculate)
-
-
 def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:
-    runtime, steps = steps_of(34.0)
-    found = runtime.timeline((NONE,) * 8, weight_only(1, 7, 6))
-    assert found.step_ms == steps[6]
+    """Of the weight alone. A backward takes 20 ms and an update 34, so from the third gradient on each waits."""
+    profile, hardware = chain(2.0, 20.0, n=8), replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 34.0)
+    counts = placed(1, 7, n_speculate=6, n_weight_only=6)
+    found = model_of(profile, hardware).timeline((NONE,) * 8, counts)
     begun = [one for one in found.operations if one.lane == HOST and one.start_ms > 0.0]
-    order = [one.name for one in begun]
-    deferred = [f"deferred update {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
-    assert order[:7] == ["update 7", *deferred]
-    assert order[7:13] == [f"speculative weight {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
-    assert order[13:] == order[:7]
+    updates = ["update 7", *(f"deferred update {chunk}" for chunk in (6, 5, 4, 3, 2, 1))]
+    weights = [f"speculative weight {chunk}" for chunk in (6, 5, 4, 3, 2, 1)]
+    assert [one.name for one in begun] == [*updates, *weights, *updates]
     for one in begun:
-        share = 16 / 26 if one.name.startswith("speculative weight") else 1.0
+        share = 16 / 26 if one.name in weights else 1.0
         assert one.end_ms - one.start_ms == pytest.approx(34.0 * share, rel=1e-6)
-    # A backward takes 20 ms and an update 34: from the third gradient on each is flattened, and then the device waits.
     down = {one.name: one.start_ms for one in found.operations if one.lane == DOWN}
     done = {one.name: one.end_ms for one in begun[:7]}
     assert down["gradients 6"] > done["deferred update 6"]
-    device = [one for one in found.operations if one.lane == GPU]
     for chunk in (5, 4, 3, 2, 1):
-        end = done[f"deferred update {chunk}"]
-        assert down[f"gradients {chunk}"] == end
-        at = next(at for at, one in enumerate(device) if one.name == f"flatten {chunk}")
-        assert device[at].end_ms < end
-        assert device[at + 1].start_ms == end
+        assert down[f"gradients {chunk}"] == done[f"deferred update {chunk}"]
 
 
-def test_what_a_weight_takes_is_calibrated() -> None:
-    """Calibration has bf16; another dtype takes as much longer as it moves more bytes."""
-    measured = replace(MACHINE, host_adam_weight_gparams=MACHINE.host_adam_gparams * 1.25)  # 1.625 by its bytes
-    for dtype, share in (
-        ("bfloat16", 0.8),
-        ("float16", 16 / 28 / (16 / 26) * 0.8),
-        ("float32", 20 / 28 * 26 / 16 * 0.8),
-    ):
-        profile = replace(chain(2.0, 20.0, n=8), dtype=dtype)
-        memory = MemoryModel(profile, measured, pack(profile, N))
-        assert RuntimeModel(memory).steps.weight_share == pytest.approx(share)
+# -- regions that gradients share inside backward ----------------------------------------------------------------------
+
+
+def test_what_does_not_fit_with_clipping_fits_inside_backward() -> None:
+    profile = chain(6.0, 6.0, n=50)
+    hardware = replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=int(50 * N * 12.3))
+    with pytest.raises(PlanError, match="host memory"):
+        search(profile, hardware, chunk_elements=N)
+    plan = search(profile, hardware, chunk_elements=N, step_during_backward=True)
+    assert plan.n_host_gradient >= 2
+    assert str(plan).endswith(f" n_host_gradient={plan.n_host_gradient}")
+    assert check(plan, profile, hardware, step_during_backward=True) == plan
+    # They are facts of the machine at hand: with more memory there are more, and with clipping none.
+    wider = replace(hardware, host_bytes=hardware.host_bytes + 10 * 2 * N)
+    assert check(plan, profile, wider, step_during_backward=True).n_host_gradient == plan.n_host_gradient + 10
+    roomy = check(plan, profile, replace(hardware, device_bytes=10**9, host_bytes=10**12))
+    assert (roomy.n_host_gradient, roomy.n_device_gradient) == (0, 0)
+
+
+def test_refusals_and_explanations_count_the_regions_that_are_really_taken() -> None:
+    profile = chain(6.0, 6.0, n=12)
+    with pytest.raises(PlanError) as raised:
+        search(profile, replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=10**8), step_during_backward=True)
+    assert raised.value.where == "host"
+    tight = replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=raised.value.needed_bytes)
+    plan = search(profile, tight, step_during_backward=True)
+    assert plan.host_bytes == tight.host_bytes
+    with pytest.raises(PlanError):
+        search(profile, replace(tight, host_bytes=tight.host_bytes - 1), step_during_backward=True)
+    gradients = explain(plan, profile, tight, step_during_backward=True).host_bytes["gradients"]
+    assert gradients == plan.n_host_gradient * plan.chunk_elements * 2
+    device = replace(tight, device_bytes=600 * 1024**2)
+    plan = search(profile, device, step_during_backward=True)
+    parts = explain(plan, profile, device, step_during_backward=True).device_bytes
+    assert plan.n_device_gradient == 1 < plan.n_persist
+    assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2
+    assert parts["persistent chunks"] == plan.n_persist * plan.chunk_elements * 12

@@ -85,19 +85,6 @@ def test_blocks(case: str) -> None:
     assert find_blocks(model) == expected
 
 
-@pytest.mark.parametrize(
-    ("family", "prefix", "count"),
-    [
-        ("gpt2", "transformer.h.", 3),
-        ("opt", "model.decoder.layers.", 3),
-        ("llama", "model.layers.", 3),
-        ("mistral", "model.layers.", 3),
-    ],
-)
-def test_families(tiny_model: Callable[..., nn.Module], family: str, prefix: str, count: int) -> None:
-    assert find_blocks(tiny_model(family)) == [f"{prefix}{index}" for index in range(count)]
-
-
 def test_units_are_blocks_and_outer_owners(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model("gpt2")
     units = find_units(model, find_blocks(model))

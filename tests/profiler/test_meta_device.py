@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from protrain.forward.compilation import compile_blocks
-from protrain.profiler import meta_device
-from protrain.profiler.blocks import find_blocks
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.operations import storage_key
-from protrain.profiler.trace import profile
 
 BFLOAT = torch.bfloat16
 
@@ -49,18 +45,19 @@ def _form(tensor: Tensor, given: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, size_bytes, is_given
 
 
-@pytest.mark.parametrize("name", [*MAKING, *OTHER])
-def test_an_operator_returns_the_same_each_time(name: str) -> None:
-    call = {**MAKING, **OTHER}[name]
-    x = torch.empty(4, 8, device="meta")
-    truth = call(x)
+def test_operators_return_the_same_whether_or_not_others_were_called_before() -> None:
+    x, calls = torch.empty(4, 8, device="meta"), {**MAKING, **OTHER}
+    rounds = [{name: call(x) for name, call in calls.items()}]
     with as_if_on_gpu():
-        calls = [truth, call(x), call(x)]
-    results = [result if isinstance(result, tuple) else (result,) for result in calls]
-    keys = [storage_key(part) for parts in results for part in parts]
-    assert [type(result) for result in calls] == [type(truth)] * 3
-    assert [[_form(part, x) for part in parts] for parts in results] == [[_form(part, x) for part in results[0]]] * 3
-    assert name in OTHER or len({*keys}) == len(keys), "two results share a storage"
+        rounds += [{name: call(x) for name, call in calls.items()} for _ in range(2)]
+    for name in calls:
+        results = [found[name] for found in rounds]
+        assert {type(result) for result in results} == {type(results[0])}, name
+        parts = [result if isinstance(result, tuple) else (result,) for result in results]
+        forms = [[_form(part, x) for part in each] for each in parts]
+        assert forms == [forms[0]] * 3, name
+        keys = [storage_key(part) for each in parts for part in each]
+        assert name in OTHER or len({*keys}) == len(keys), f"two results of {name} share a storage"
 
 
 def test_attention_that_a_module_imported_by_its_name_is_fused_too() -> None:
@@ -76,54 +73,6 @@ def test_attention_that_a_module_imported_by_its_name_is_fused_too() -> None:
         scaled_dot_product_attention(query, query, query, is_causal=True)
     assert 0 < max(saved) < 64 * 64, "no matrix of sequence x sequence is saved"
     assert scaled_dot_product_attention is usual is F.scaled_dot_product_attention
-
-
-class _Block(nn.Module):
-    """A block that reads its index and comes in several widths."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.first = nn.Linear(8, 8 * (1 + index // 2))
-        self.second = nn.Linear(8 * (1 + index // 2), 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = F.dropout(F.gelu(self.first(x)), 0.1 * (self.index % 2))
-        return x + self.second(inner.float().square().to(x.dtype) if self.index == 1 else inner)
-
-
-def _uneven() -> tuple[nn.Module, Any]:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*map(_Block, range(3))), nn.Linear(8, 8))
-    return model, (torch.randn(16, 8),)
-
-
-@pytest.mark.parametrize(
-    ("family", "compiled"),
-    [
-        *((family, False) for family in ("gpt2", "llama", "opt", "t5", "uneven")),
-        pytest.param("uneven", True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_profile_is_that_of_a_trace_which_remembers_nothing(
-    tiny_model: Callable[..., nn.Module],
-    tiny_batch: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    compiled: bool,
-) -> None:
-    model, batch = _uneven() if family == "uneven" else (tiny_model(family), tiny_batch())
-    found = []
-    for remembers in (True, False):
-        if not remembers:
-            monkeypatch.setattr(meta_device._Results, "of", lambda self, func, args, kwargs: func(*args, **kwargs))
-        torch._dynamo.reset()
-        undo = compile_blocks(
-            [model.get_submodule(path) for path in find_blocks(model)] if compiled else [], on_meta=True
-        )
-        found.append(profile(model, batch, device="meta", dtype=BFLOAT))
-        undo()
-    assert found[0] == found[1]
-    torch._dynamo.reset()
 
 
 PACKED, ALONE = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]), torch.arange(5)[None]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import MisuseError
 from protrain.profiler.memory_meter import StorageMeter
-from protrain.profiler.operations import Operations
-from tests.profiler.test_trace import _Block, _units
+from tests.profiler.test_trace import _Block
 
 profile = partial(protrain.profile, device="cpu")
 
@@ -136,23 +135,6 @@ def test_a_cache_that_is_written_to_is_refused_by_name() -> None:
         profile(_Cached(cache), (torch.randn(2, 4, 8),))
 
 
-@pytest.mark.parametrize("view", ["T", "mT", "H", "mH", "real", "data"])
-def test_a_view_of_a_weight_is_a_use_of_it(view: str) -> None:
-    class Regularised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(_Block() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            weight = self.layers[0].get_submodule("up").get_parameter("weight")
-            return x.mean() + getattr(weight, view).square().sum()
-
-    units = _units(profile(Regularised(), (torch.randn(4, 8),)))
-    assert units[""] == {"layers.0.up.weight"}
-
-
 _INDICES, _VALUES = torch.arange(8), torch.ones(8)
 
 
@@ -179,14 +161,3 @@ def test_sparse_tensors_are_counted_by_their_parts(make: Callable[[], Tensor], s
     with StorageMeter() as meter:
         meter.count([given])
         assert meter.alive_bytes == size_bytes
-
-
-def test_operators_on_nested_tensors_are_counted_as_those_on_their_values() -> None:
-    values, offsets, weight = torch.ones(6, 8), torch.tensor([0, 2, 6]), torch.ones(4, 8)
-    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
-    with StorageMeter() as meter, Operations() as operations:
-        meter.ignore([values, offsets, weight])
-        result = torch.nn.functional.linear(nested, weight)
-        assert meter.alive_bytes == 6 * 4 * 4
-    assert result.values().shape == (6, 4)
-    assert operations.flops == 2 * 6 * 8 * 4
