@@ -16,9 +16,8 @@ from typing import Any
 
 from protrain.cli.options import emit, need, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of, other_machines
-from protrain.cli.plan_picture import draw_timeline
+from protrain.cli.plan_shown import draw_timeline, summary_text, timeline_text
 from protrain.cli.plan_step import ProfiledStep
-from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, heard, print_line, stage

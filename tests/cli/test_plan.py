@@ -20,7 +20,7 @@ from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import adamw, read_architecture
 from protrain.cli.plan_machine import machine_of, other_machines
-from protrain.cli.plan_text import timeline_text
+from protrain.cli.plan_shown import timeline_text
 from protrain.common.errors import PlanError
 from protrain.planning import Answer, Largest, Plan, explain, search
 from protrain.planning.answer import Job
