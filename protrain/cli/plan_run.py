@@ -14,18 +14,16 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
-from protrain.cli.imports import importing
-from protrain.cli.options import emit, print_result, write_record
+from protrain.cli.options import emit, need, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of, other_machines
-from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
+from protrain.cli.plan_shown import draw_timeline, summary_text, timeline_text
 from protrain.cli.plan_step import ProfiledStep
-from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, heard, print_line, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Answer, Comparison, Models, Plan, explain, fastest_batches, frontier, largest, search
+from protrain.planning import Answer, Comparison, Models, Plan, explain, fastest_batches, largest, search
 from protrain.planning.answer import Alternative, Job, Machine
 from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept, key_of
@@ -39,8 +37,8 @@ def run(args: argparse.Namespace) -> None:
     """Run `protrain plan`."""
     if args.picture is not None:
         if args.max_model or args.compare:
-            raise ValueError("--picture goes with a plan or --frontier: --max-model and --compare draw nothing")
-        check_picture(args.picture)
+            raise ValueError("--picture shows a step of one plan: leave out --max-model and --compare")
+        need("matplotlib", "--picture", extra="hf")
     if args.step_during_backward and args.dtype == "float16":
         raise ValueError("--step-during-backward does not work with float16, as `wrap` says: use --dtype bfloat16")
     if args.batch is None and args.accumulation is not None:
@@ -51,8 +49,6 @@ def run(args: argparse.Namespace) -> None:
     asked = _Asked(args, machine_of(args))
     if args.max_model:
         _max_model(asked)
-    elif args.frontier:
-        _frontier(asked)
     else:
         _plan(asked)
 
@@ -81,8 +77,7 @@ class _Asked:
         """The profile of ``step`` from the shapes of its tensors."""
 
         def count() -> ModelProfile:
-            with importing():
-                from protrain.cli import plan_trace
+            from protrain.cli import plan_trace
 
             return plan_trace.counted(step)
 
@@ -104,8 +99,7 @@ class _Asked:
         return replace(profile, accumulation=accumulation, **self._training)
 
     def _measure(self, step: ProfiledStep) -> None:
-        with importing():
-            from protrain.cli import plan_trace
+        from protrain.cli import plan_trace
 
         with stage("profiling the model") as show:
             profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
@@ -191,14 +185,14 @@ def _plan(asked: _Asked) -> None:
         timeline = Models.of(answer.plan, profile, hardware).timeline(answer.plan.block_modes, answer.plan.counts)
         if not args.json:
             print_result(f"\nONE STEP\n{timeline_text(timeline)}")
-        if args.picture is not None:
-            drawn = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
-            draw_timeline(timeline, drawn, args.picture)
     answer = asked.kept("instead", partial(_with_alternatives, asked, answer))
     print_result(answer.to_json() if args.json else _more_text(args, hardware, answer))
     if answer.plan is None:
         raise ValueError(f"{answer.verdict} {answer.nearest()}")
     write_record(answer.plan, args)
+    if args.picture is not None:
+        title = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
+        draw_timeline(timeline, title, args.picture)
 
 
 def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answer) -> str:
@@ -252,17 +246,6 @@ def _other_steps(asked: _Asked, answer: Answer) -> Iterator[tuple[str, dict[str,
             yield "LoRA", {"lora": adapter}
         if not step.load_in_4bit and find_spec("peft") and find_spec("bitsandbytes"):
             yield "QLoRA", {"lora": adapter, "load_in_4bit": True}
-
-
-def _frontier(asked: _Asked) -> None:
-    args, hardware = asked.args, asked.hardware
-    profile = next(asked.profiles())
-    with stage("planning under every limit"):
-        found = frontier(profile, hardware)
-    if args.picture is not None:
-        draw_frontier(found, args.picture)
-    title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-    emit(found, args, f"{title}\n\n{found.table()}")
 
 
 def _max_model(asked: _Asked) -> None:

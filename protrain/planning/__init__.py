@@ -7,14 +7,13 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
 from protrain.planning.predict import Models
 from protrain.planning.search import search
-from protrain.planning.sweeps import Comparison, Frontier, Largest, fastest_batches, frontier, largest
+from protrain.planning.sweeps import Comparison, Largest, fastest_batches, largest
 
 __all__ = [
     "Answer",
     "BlockMode",
     "ChunkRecord",
     "Comparison",
-    "Frontier",
     "Largest",
     "Layout",
     "MemoryModel",
@@ -28,7 +27,6 @@ __all__ = [
     "explain",
     "fastest_batches",
     "fingerprint",
-    "frontier",
     "largest",
     "pack",
     "search",

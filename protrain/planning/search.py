@@ -27,7 +27,6 @@ of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, benc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from math import inf
@@ -86,7 +85,6 @@ def search(
     hardware: HardwareProfile,
     *,
     chunk_elements: int | None = None,
-    known: Sequence[Plan] = (),
     n_starts: int = 12,
 ) -> Plan:
     """The plan for ``profile`` on ``hardware`` with the shortest step: see [Note: what a plan is judged by].
@@ -97,7 +95,6 @@ def search(
         profile: of the model and the batch.
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
         chunk_elements: size of a chunk; default: ``protrain.planning.layout.choose_chunk_elements``.
-        known: plans of the same model, which are additional starts.
         n_starts: the plans with which the race begins. From one start a search takes a third of the time, and finds
             plans that are up to 2% slower (eight models on H100s and RTX cards).
 
@@ -105,7 +102,7 @@ def search(
         PlanError: nothing fits. The error says what is needed, what there is, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
-    return _Search(profile, hardware, chunk_elements, n_starts).run(known)
+    return _Search(profile, hardware, chunk_elements, n_starts).run()
 
 
 class _Search:
@@ -124,9 +121,9 @@ class _Search:
         self._scores_ms: dict[tuple[bool, Counts], float] = {}
         self._roomy = cache(self._roomy_of)
 
-    def run(self, known: Sequence[Plan]) -> Plan:
+    def run(self) -> Plan:
         """The best plan that is found."""
-        racing = sorted({*self._grid(), *self._given(known)})[: self._n_starts]
+        racing = sorted({*self._grid()})[: self._n_starts]
         if not racing:
             raise nothing_fits(self._models[False].memory)
         for keeps in self._models:  # the best start races without kept attention and with it
@@ -160,12 +157,6 @@ class _Search:
                     limit_ms = best[-1].score_ms if len(best) == self._n_starts else inf
                     best = sorted({*best, self._scored(False, counts, limit_ms)})[: self._n_starts]
         return best
-
-    def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
-        for plan in plans:
-            keeps = plan.keep_attention
-            if keeps in self._models and (counts := self._fitted(keeps, plan.counts)):
-                yield self._scored(keeps, counts)
 
     def _fitted(self, keeps: bool, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """The plan nearest to ``wanted`` that fits the memory, None if there is none.

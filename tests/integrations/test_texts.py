@@ -1,4 +1,4 @@
-"""A plan holds for the row of the most tokens, which may be one of few characters, or come from a stream of TRL."""
+"""A plan holds for the row of the most tokens, which may be one of few characters."""
 
 from __future__ import annotations
 
@@ -27,19 +27,14 @@ def texts(client: str) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize(
-    ("client", "max_length", "longest"), [("SFT", None, 11), ("SFT", 8, 8), ("DPO", None, 18), ("DPO", 15, 15)]
-)
-def test_the_row_of_the_most_tokens_is_planned_for(
-    client: str, max_length: int | None, longest: int, tmp_path: Path
-) -> None:
-    """In every column it is as long as any. Rows of a stream are cut to a length."""
+@pytest.mark.parametrize(("client", "longest"), [("SFT", 11), ("DPO", 18)])
+def test_the_row_of_the_most_tokens_is_planned_for(client: str, longest: int, tmp_path: Path) -> None:
+    """In every column it is as long as any."""
     prepare(client, tmp_path)
     texts(client).save_to_disk(tmp_path / "data")
-    stream: dict[str, Any] = {} if max_length is None else {"stream": True, "max_length": max_length}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make(client, tmp_path, on_protrain=True, data=str(tmp_path / "data"), **stream, **UNSAVED)
+        trainer = make(client, tmp_path, on_protrain=True, data=str(tmp_path / "data"), **UNSAVED)
         trainer.train()
     assert not [one for one in caught if "nobody knows" in str(one.message)]
     rows = 4 if client == "DPO" else 2
@@ -127,15 +122,3 @@ def test_rows_of_tensors_have_lengths() -> None:
     row = longest_row(rows)
     assert row is not None
     assert torch.equal(row["input_ids"], torch.tensor([0, 1, 0, 1, 0]))
-
-
-def test_a_row_of_a_stream_is_stretched_to_its_limit() -> None:
-    row = {"input_ids": [7, 8, 9], "labels": [], "score": 0.5, "seq_lengths": [2, 1]}
-
-    def stream(row: dict[str, Any]) -> Any:
-        return pytest.importorskip("datasets").Dataset.from_list([row]).to_iterable_dataset()
-
-    stretched = {"input_ids": [7, 8, 9, 7, 8], "labels": [0] * 5, "score": 0.5, "seq_lengths": [1] * 5}
-    assert longest_row(stream(row), 5) == stretched
-    assert longest_row(stream(row)) is None
-    assert longest_row(stream({"text": "yet to become tokens"}), 5) is None
