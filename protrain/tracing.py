@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from protrain.common.errors import MisuseError
 from protrain.engine.streams import SPAN
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.predict import predict
+from protrain.planning import Models
 from protrain.planning.timeline import GPU, HOST, LANES, STREAM, lanes_of
 
 # Process ids in the trace. No process has such a number, nor has a GPU.
@@ -77,8 +77,8 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
         profiler.export_chrome_trace(f"{folder}/trace.json")
         found = json.loads(Path(folder, "trace.json").read_bytes())
     measured = _measured(found["traceEvents"], on_gpu=on_gpu)
-    inside = optimizer.step_during_backward
-    predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside).timeline
+    plan = optimizer.plan
+    predicted = Models.of(plan, engine.profile, optimizer.hardware).timeline(plan.block_modes, plan.counts)
     begin_us, advice = _last_forward_us(measured), optimizer.report().advice
     found["traceEvents"] = [
         *(found["traceEvents"] if kernels else ()),

@@ -176,7 +176,7 @@ def wrap(
         if target.type == "cuda":
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
-        wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
+        wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks)
 
     def begin(batch: Any) -> None:
         if any(isinstance(parameter, PresentParameter) for parameter in managed.values()):
@@ -220,7 +220,7 @@ def _begin_training(
     Raises:
         PlanError: no plan fits the memory. It is raised before any memory is taken.
     """
-    target, inside = options.device, options.step_during_backward
+    target = options.device
     gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
     hardware = detect(target, device_memory=options.device_memory, host_memory=options.host_memory)
     if options.device_memory is None:  # what is free leaves out a quantised base that is there already, and stays
@@ -237,10 +237,15 @@ def _begin_training(
             ranks,
             _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes),
         )
-        model_profile = replace(model_profile, accumulation=options.accumulation, moment_dtype=options.moment_dtype)
+        model_profile = replace(
+            model_profile,
+            accumulation=options.accumulation,
+            moment_dtype=options.moment_dtype,
+            step_during_backward=options.step_during_backward,
+        )
         with stage("planning"):
             chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))
-            models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
+            models = Models.of(chosen, model_profile, hardware)
         said = f"{in_short(chosen, models)}\nthe plan: {chosen}"
         print_line(tables.wrapped(said, tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
@@ -256,9 +261,8 @@ def _begin_training(
                 activations=_activations(chosen, models.memory),
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
-                sharing=models.runtime.steps.sharing(chosen.n_persist),
+                sharing=models.steps.sharing(chosen.n_persist),
                 groups=wrapped.groups,
-                step_during_backward=inside,
                 weights=options.weights,
                 show=show,
             )
@@ -328,11 +332,11 @@ def _profile(
 
 
 def _plan(options: TrainingOptions, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
-    plan, inside = options.plan, options.step_during_backward
+    plan = options.plan
     if plan is None:
-        return search(profile, hardware, step_during_backward=inside)
+        return search(profile, hardware)
     try:
-        return check(plan, profile, hardware, step_during_backward=inside)
+        return check(plan, profile, hardware)
     except PlanError as error:
         raise name_other_use(error, plan, profile) from None
 

@@ -93,7 +93,7 @@ def unreadable(number: int, name: str) -> Callable[[Path, pytest.MonkeyPatch], N
 
 STATE, BUFFERS = "state-00001.safetensors", "buffers.safetensors"
 CHANGED = f"{MANIFEST} is damaged: its checksum"
-NEWER = "has format 5, and this version of ProTrain reads format 4: load it with the version that wrote it"
+NEWER = "has format 6, and this version of ProTrain reads format 5: load it with the version that wrote it"
 DENIED, BROKEN = os.strerror(errno.EACCES), os.strerror(errno.EIO)
 
 
@@ -105,10 +105,10 @@ DENIED, BROKEN = os.strerror(errno.EACCES), os.strerror(errno.EIO)
         (lambda save, _: flip(save / STATE), f"{STATE} is damaged: its checksum"),
         (lambda save, _: flip(save / BUFFERS), f"{BUFFERS} is damaged: its checksum"),
         (lambda save, _: flip(save / STATE, at=7), f"{STATE} is damaged: "),
-        (lambda save, _: (save / MANIFEST).write_text('{"format": 4'), f"{MANIFEST} is damaged"),
-        (lambda save, _: (save / MANIFEST).write_text('{"format": 4}'), CHANGED),
+        (lambda save, _: (save / MANIFEST).write_text('{"format": 5'), f"{MANIFEST} is damaged"),
+        (lambda save, _: (save / MANIFEST).write_text('{"format": 5}'), CHANGED),
         (lambda save, _: (save / MANIFEST).unlink(), f"{MANIFEST} is missing"),
-        (lambda save, _: (save / MANIFEST).write_text('{"format": 5}'), NEWER),
+        (lambda save, _: (save / MANIFEST).write_text('{"format": 6}'), NEWER),
         (unreadable(errno.EACCES, MANIFEST), f"cannot read .*{MANIFEST}: {DENIED}"),
         (unreadable(errno.EIO, BUFFERS), f"cannot read .*{BUFFERS}: {BROKEN}"),
     ],

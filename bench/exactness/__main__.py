@@ -21,7 +21,7 @@ from bench.exactness.worker import Training
 from bench.train.options import Sizes, add_sizes, commit_of_checkout, sizes_of, versions
 from bench.train.ranks import run_ranks
 from bench.train.task import Task, make_tokens
-from protrain.cli.options import memory, number, result_file
+from protrain.cli.options import number, result_file
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_bytes, format_ms
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=__doc__.rpartition("\n\n")[2])
     add_sizes(parser, _SIZES)
-    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine")
+    parser.add_argument("--host-memory", default=None, metavar="SIZE", help="of the machine")
     parser.add_argument("--clip", type=number(float, 0), default=1.0, metavar="NORM", help="(default: %(default)s)")
     parser.add_argument("--out", type=result_file, default=None, metavar="FILE", help="for the record")
     args = parser.parse_args(arguments)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
-from protrain.cli.shapes import SHAPES, Shape
+from protrain.cli.shapes import SHAPES
 
 # GPT-2 15B, 20B, 30B and 40B differ in depth alone, so one block stands for all.
 MODELS = ("gpt2-10b", "gpt2-20b", "opt-13b", "opt-30b", "llama2-13b", "llama2-34b", "mistral-7b")
@@ -23,19 +24,21 @@ QUICK_HEADS = ("tinyllama-1.1b head", "gpt2 head")
 _SHRINK = 64  # of every dimension where there is no GPU and only correctness is checked
 
 
-def block_parameters(shape: Shape) -> list[tuple[int, ...]]:
+def block_parameters(shape: dict[str, Any]) -> list[tuple[int, ...]]:
     """Shapes of the parameters of one block of ``shape``, in the order in which transformers names them."""
-    hidden, mlp = shape.hidden, shape.mlp or 4 * shape.hidden
+    hidden, family = shape["hidden_size"], shape["model_type"]
+    mlp = shape.get("intermediate_size", 4 * hidden)
     vector = (hidden,)
-    if shape.family == "gpt2":
+    if family == "gpt2":
         return [
             *(vector, vector, (hidden, 3 * hidden), (3 * hidden,), (hidden, hidden), vector),
             *(vector, vector, (hidden, mlp), (mlp,), (mlp, hidden), vector),
         ]
-    if shape.family == "opt":
+    if family == "opt":
         return [*4 * [(hidden, hidden), vector], *2 * [vector], (mlp, hidden), (mlp,), (hidden, mlp), *3 * [vector]]
-    assert shape.family in ("llama", "mistral"), shape.family
-    narrow = hidden // shape.heads * (shape.kv_heads or shape.heads)
+    assert family in ("llama", "mistral"), family
+    heads = shape["num_attention_heads"]
+    narrow = hidden // heads * shape.get("num_key_value_heads", heads)
     attention = [(hidden, hidden), (narrow, hidden), (narrow, hidden), (hidden, hidden)]
     return [*attention, (mlp, hidden), (mlp, hidden), (hidden, mlp), vector, vector]
 

@@ -6,7 +6,6 @@ Bytes count each storage once, for every implementation: views of one storage ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,8 +16,7 @@ from bench.kernels.peers import installed
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import EAGER, OURS
-from protrain.cli.shapes import SHAPES as SHAPES_OF_MODELS
-from protrain.cli.shapes import shape_config
+from protrain.cli.shapes import at_depth
 from protrain.common.parameters import same_bytes
 from protrain_kernels import pack, unpack
 
@@ -58,17 +56,17 @@ def saved_activations(name: str, device: torch.device, *, whole: bool) -> list[T
         whole: 4 sequences of 1024 through a block of the shape's sizes; else a small block of the same structure.
     """
     transformers, _ = installed("transformers", "transformers")
-    shape = replace(SHAPES_OF_MODELS[name], layers=1)
+    shape = at_depth(name, 1)
     if not whole:
-        shape = replace(shape, hidden=64, heads=4, kv_heads=None, mlp=None, vocabulary=64)
-    config = shape_config(shape)
+        shape |= {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256, "vocab_size": 64}
+    config = transformers.AutoConfig.for_model(**shape)
     config.use_cache = False
-    if shape.family == "gpt2":
+    if config.model_type == "gpt2":
         config.resid_pdrop = 0.1  # whose masks are of another type
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModel.from_config(config).to(torch.bfloat16).train()
-        ids = torch.randint(shape.vocabulary, (4, 1024) if whole else (2, 12))
+        ids = torch.randint(config.vocab_size, (4, 1024) if whole else (2, 12))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: list[Tensor] = []
 

@@ -29,7 +29,6 @@ def descend(
     hardware: HardwareProfile,
     measure: Callable[[Plan | None], Point],
     *,
-    step_during_backward: bool,
     in_time: Callable[[], bool],
 ) -> Iterator[Point]:
     """Measure the neighbours on a descent from the fastest of ``points``, which are measured already.
@@ -40,7 +39,7 @@ def descend(
     improved = True
     while improved:
         improved = False
-        for plan in _neighbours(best.plan, profile, hardware, step_during_backward=step_during_backward):
+        for plan in _neighbours(best.plan, profile, hardware):
             if plan_key(plan) in known:
                 continue
             if not in_time():
@@ -78,12 +77,10 @@ def plan_key(plan: Plan) -> tuple[int, ...]:
     return (*plan.counts, plan.keep_attention, plan.stream)
 
 
-def _neighbours(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool
-) -> Iterator[Plan]:
+def _neighbours(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Iterator[Plan]:
     """The plans of the what-if table. One that does not fit gets fewer buffers or speculative updates until it does."""
     for switched in (plan, replace(plan, keep_attention=not plan.keep_attention)):
-        models = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
+        models = Models.of(switched, profile, hardware)
         counts = [Counts(*one.counts) for one in neighbours(plan.counts, models) if not one.impossible]
         if switched is not plan:
             attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)

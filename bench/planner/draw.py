@@ -5,18 +5,15 @@ from __future__ import annotations
 import random
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Plan
+from protrain.planning import MemoryModel, Models, Plan
 from protrain.planning.layout import pack
 from protrain.planning.plan import Counts
-from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
 
 _TRIES = 20_000
 
 
-def draw(
-    profile: ModelProfile, hardware: HardwareProfile, count: int, *, seed: int, step_during_backward: bool = False
-) -> list[Plan]:
+def draw(profile: ModelProfile, hardware: HardwareProfile, count: int, *, seed: int) -> list[Plan]:
     """``count`` different plans, or all if fewer fit. The same seed, profile and limits give the same plans.
 
     Activations are chosen first, one kind of mode as likely as another, then the placement among what they leave room
@@ -26,7 +23,7 @@ def draw(
     attends = any(block.attention_bytes for block in profile.blocks)
     layout = pack(profile, world_size=hardware.world_size)
     kinds = [
-        Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep)
+        Models(MemoryModel(profile.keeping_attention() if keep else profile, hardware, layout))
         for keep in ((False, True) if attends else (False,))
     ]
     n_blocks = len(profile.blocks)
@@ -37,7 +34,7 @@ def draw(
         n_swap = generator.choice([0, generator.randint(0, n_blocks)])
         n_ckpt = generator.randint(0, n_blocks - n_swap)
         models = generator.choice(kinds) if n_ckpt else kinds[0]
-        memory, runtime = models.memory, models.runtime
+        memory = models.memory
         n_persist = generator.randint(0, models.n_chunks)
         least = memory.least_buffers[n_persist]
         n_buffer = generator.randint(least, max(least, memory.all_buffers[n_persist]))
@@ -46,7 +43,7 @@ def draw(
         if memory.accumulates:
             most = models.n_chunks - n_persist
             counts = counts._replace(n_device_sum=generator.choice([0, most, generator.randint(0, most)]))
-        if runtime.steps.speculates:
+        if models.steps.speculates:
             swapped_bytes = memory.activations(models.modes(counts)).swapped_bytes
             wanted = generator.choice([0, models.n_chunks, generator.randint(0, models.n_chunks)])
             n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes, counts.n_device_sum)

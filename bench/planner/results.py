@@ -13,8 +13,7 @@ from bench.planner.measure import Point
 from bench.planner.paper import paper_step_ms
 from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Plan, predict
-from protrain.planning.plan import as_planned, layout_of
+from protrain.planning import Models, Plan
 from protrain.profiler.model_profile import ModelProfile
 
 GIB = 1024**3
@@ -35,12 +34,11 @@ class CaseResult(Record):
 
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` as today's models predict them."""
-        inside = not self.case.clip
-        found = predict(self.profile, self.hardware, plan, step_during_backward=inside)
-        profile, layout = as_planned(self.profile, plan), layout_of(self.profile, plan)
+        models = Models.of(plan, replace(self.profile, step_during_backward=not self.case.clip), self.hardware)
+        found = models.plan(plan.counts, plan.block_modes)
         return Prediction(
             step_ms=found.step_ms,
-            paper_ms=paper_step_ms(plan, profile, self.hardware, layout),
+            paper_ms=paper_step_ms(plan, models.profile, self.hardware, models.layout),
             device_bytes=found.device_bytes - self.hardware.collective_bytes,
             host_bytes=found.host_bytes,
         )

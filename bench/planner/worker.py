@@ -89,17 +89,18 @@ def _points(
     kind: str, of: CaseResult, run: Callable[[Plan | None], Point], *, in_time: Callable[..., bool], seed: int
 ) -> Iterator[Point]:
     """Measure the chosen plan and those drawn at random; for "regret" also neighbours of the fastest, and it again."""
-    case, profile, hardware = of.case, of.profile, of.hardware
-    regret, inside, points = kind == "regret", not case.clip, [run(None)]
+    case, hardware = of.case, of.hardware
+    profile = replace(of.profile, step_during_backward=not case.clip)
+    regret, points = kind == "regret", [run(None)]
     yield points[0]
     seed += case.accumulation - 1  # other plans for other steps of one model
     before_again = partial(in_time, _DESCENT) if regret else in_time
-    for plan in draw(profile, hardware, case.n_plans, seed=seed, step_during_backward=inside):
+    for plan in draw(profile, hardware, case.n_plans, seed=seed):
         if plan_key(plan) != plan_key(points[0].plan) and before_again():
             points.append(run(plan))
             yield points[-1]
     if regret:
-        for point in descend(tuple(points), profile, hardware, run, step_during_backward=inside, in_time=before_again):
+        for point in descend(tuple(points), profile, hardware, run, in_time=before_again):
             points.append(point)
             yield point
         yield from again(points, run, in_time)

@@ -44,8 +44,7 @@ from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
-from protrain.cli.lora import lora_text
-from protrain.cli.options import memory, number
+from protrain.cli.options import number
 from protrain.forward.chunked_loss import can_chunk
 from protrain.profiler.kept_profiles import version_of
 
@@ -93,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     add_sizes(parser, _SIZES)
     parser.add_argument(
         "--lora",
-        type=lora_text,
         default=None,
         metavar="NAME=VALUE,...",
         help="train an adapter of peft, as with `protrain plan`: protrain, floor and resident (peft's own way) can",
@@ -117,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="ProTrain's loss for all, logits never whole (default: where it is known to be the same loss)",
     )
-    parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine, for ProTrain")
+    parser.add_argument("--host-memory", default=None, metavar="SIZE", help="of the machine, for ProTrain")
     add_limits(parser)
     return parser
 

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.train.low_precision import multiply_in_float8, quantise_later, quantised, unquantised
 from bench.train.task import Task
-from protrain.cli.models import check_positions, read_architecture
-from protrain.cli.trained import choose_trained
+from protrain.cli.models import check_positions, choose_trained, read_architecture
 from protrain.common.parameters import is_managed
 from protrain.common.tables import format_bytes
 from protrain.engine.states.initialisers import held_storages, start_value

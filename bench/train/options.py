@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from protrain.cli.options import memory, number
+from protrain.cli.options import number
 from protrain.cli.shapes import named
 from protrain.hardware.memory import processor_name
 from protrain.profiler.kept_profiles import version_of
@@ -49,7 +49,7 @@ def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
     parser.add_argument(
         "--warm-up", type=number(int, 1), default=sizes.warm_up, help="before them (default: %(default)s)"
     )
-    parser.add_argument("--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for all")
+    parser.add_argument("--device-memory", default=None, metavar="SIZE", help="of each GPU, for all")
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:

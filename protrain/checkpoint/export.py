@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.checkpoint.adapters import (
-    ADAPTER_FILE,
-    adapter_weights,
-    has_adapter,
-    write_adapter_config,
-)
 from protrain.checkpoint.loading import check_model
 from protrain.checkpoint.manifest import read_manifest, verify_bytes
 from protrain.checkpoint.parameter_files import BUFFERS, SavedParameter, compare_names, saved_parameters
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, complete_folder, open_tensors
+from protrain.common.adapters import adapter_names, in_peft_model, is_peft_model
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.agreement import raised_on_all
@@ -33,6 +28,11 @@ from protrain.engine.states.weight_files import unmanaged
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import members_of
 from protrain_kernels.split_master import split
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether peft has added an adapter to ``model``. Some adapters are no layers: prompts, and prefixes."""
+    return bool(getattr(model, "peft_config", None)) and (is_peft_model(model) or bool(adapter_names(model)))
 
 
 def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
@@ -90,7 +90,7 @@ def export_save(
     """
     manifest = read_manifest(save)
     managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
-    check_model(save, manifest, model, list(managed), manifest.get("base"))
+    check_model(save, manifest, model, list(managed), manifest["base"])
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])
     for name, saved in parameters.items():
@@ -133,10 +133,10 @@ def _write(
     """Write the folder. All ranks ``read`` the parameters ``names``, and the first one writes what they have become."""
     alone = has_adapter(model)  # only the adapter is written
     if alone:
-        weights, others = adapter_weights(model, names, read, others), {}
+        weights, others = _adapter_weights(model, names, read, others), {}
     else:
         weights = ((name, read(name)) for name in names)
-    stem = ADAPTER_FILE if alone else "model"
+    stem = "adapter_model" if alone else "model"
     first, scratch = ranks.rank == 0, folder
     with ExitStack() as unfinished:
         with raised_on_all(ranks):
@@ -162,7 +162,7 @@ def _write_configs(folder: Path, model: Any, dtype: torch.dtype, tokenizer: Any,
     """Write the configuration of the model, or of the adapter if that is ``alone``, and the tokenizer."""
     parts = [tokenizer]
     if alone:
-        write_adapter_config(model, folder)
+        _write_adapter_config(model, folder)
     else:
         config: Any = copy.deepcopy(getattr(model, "config", None))
         if hasattr(config, "save_pretrained"):
@@ -185,3 +185,52 @@ def _write_index(folder: Path, writer: TensorWriter, stem: str) -> None:
         "weight_map": {name: file for file, entry in writer.files.items() for name in entry["parameters"]},
     }
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _adapter_weights(
+    model: Any, names: Iterable[str], read: Callable[[str], Tensor], others: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that peft saves of the adapter of ``model``, by the names that ``PeftModel.from_pretrained`` expects.
+
+    ``read`` gives the value of each parameter in ``names``, so ``model`` may be on the meta device. ``others`` are its
+    buffers. What the adapter trains is held at once, as adapters are small.
+
+    Raises:
+        ValueError: ``model`` has several adapters, or trains what peft does not save and would be lost.
+    """
+    from peft import get_peft_model_state_dict
+
+    adapter, own = _only_adapter(model), adapter_names(model)
+    every = {name: p.requires_grad for name, p in model.named_parameters()}
+    values = {name: read(name) if every[name] or name in own else torch.empty(0, device="meta") for name in names}
+    values.update(others)
+    names_of = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tied = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first_names = {name: names_of[id(tensor)] for name, tensor in tied}
+    state = {name: values[first] for name, first in first_names.items() if first in values}
+    saved = get_peft_model_state_dict(model, state, adapter)
+    kept = {id(value) for value in saved.values()}
+    lost = [name for name, trained in every.items() if trained and name not in own and id(values.get(name)) not in kept]
+    if lost and not model.peft_config[adapter].is_prompt_learning:  # of which peft saves what the trained modules make
+        raise ValueError(
+            f"{lost[0]} is trained and is no part of the adapter, so exporting the adapter would lose it: name "
+            "its module in modules_to_save of the adapter's configuration, or freeze it"
+        )
+    left = {id(value): name for name, value in values.items() if value.is_meta}
+    for name, value in saved.items():  # a tied value is saved under several names
+        whole = read(left[id(value)]) if value.is_meta else value.clone()
+        yield name if is_peft_model(model) else in_peft_model(name), whole
+
+
+def _write_adapter_config(model: Any, folder: Path) -> None:
+    """Write the adapter_config.json of ``model``, for use of the adapter and not for more training, as peft does."""
+    config = copy.deepcopy(model.peft_config[_only_adapter(model)])
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+def _only_adapter(model: Any) -> str:
+    names = list(model.peft_config)
+    if len(names) > 1:
+        raise ValueError(f"the model has the adapters {', '.join(names)}: export one that has a single adapter")
+    return str(names[0])

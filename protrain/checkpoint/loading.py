@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from protrain.checkpoint.adapters import base_weights, check_base
 from protrain.checkpoint.manifest import (
     check_files,
     decode,
@@ -20,7 +19,14 @@ from protrain.checkpoint.manifest import (
     set_random_state,
     verify_bytes,
 )
-from protrain.checkpoint.parameter_files import BUFFERS, check_parameters, compare_names, local_parts, match_saved
+from protrain.checkpoint.parameter_files import (
+    BUFFERS,
+    base_weights,
+    check_parameters,
+    compare_names,
+    local_parts,
+    match_saved,
+)
 from protrain.checkpoint.saving import (
     check_wrapped,
     class_of,
@@ -80,7 +86,7 @@ def load_checkpoint(
         verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
         scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
         _check_scheduler(save, manifest["scheduler_class"], scheduler)
-        buffers = match_saved(save, model, base_weights(model, manifest.get("base")))
+        buffers = match_saved(save, model, base_weights(model, manifest["base"]))
         scalars = decode(manifest["scalars"])
         try:
             optimizer.groups.check_state(scalars)
@@ -119,8 +125,13 @@ def check_model(save: Path, manifest: dict[str, Any], model: nn.Module, names: l
     No file is read, however large the save is.
     """
     check_files(save, manifest)
-    check_base(save, manifest, base)
-    left_out = base_weights(model, manifest.get("base"))
+    saved_base = manifest["base"]
+    if saved_base not in (None, base):
+        raise CheckpointError(
+            f"{save} holds an adapter and not the weights of {saved_base!r}, and base={base!r} was given: give the "
+            f"model that the adapter was trained for, and base={saved_base!r}"
+        )
+    left_out = base_weights(model, saved_base)
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     compare_names(save, "parameter", saved_names, set(names) - left_out)
     compare_names(save, "extra state of module", set(manifest["modules"]), set(with_extra_state(model)))

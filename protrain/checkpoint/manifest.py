@@ -22,7 +22,7 @@ from torch import Tensor
 from protrain.checkpoint.tensor_files import sync
 from protrain.common.errors import CheckpointError
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "checkpoint.json"
 EXTRA = "extra/"  # the prefix of tensors that ``encode`` takes out of values
 STATES = "protrain"  # the folder of saves in a checkpoint of the Trainer
@@ -194,8 +194,8 @@ def random_state() -> dict[str, Any]:
     generator, key, *rest = numpy_state
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
-        "torch": _bytes_of(torch.get_rng_state()),
-        "cuda": [_bytes_of(state) for state in cuda],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in cuda],
         "python": random.getstate(),
         "numpy": (generator, key.tolist(), *rest),
     }
@@ -203,16 +203,8 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Set what ``random_state`` returned. CUDA devices beyond those of the save keep their states."""
-    torch.set_rng_state(_tensor_of(state["torch"]))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     for device, own in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_tensor_of(own), device)
+        torch.cuda.set_rng_state(torch.tensor(own, dtype=torch.uint8), device)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
-
-
-def _bytes_of(state: Tensor) -> bytes:
-    return state.numpy().tobytes()
-
-
-def _tensor_of(state: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from protrain.checkpoint.manifest import EXTRA
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
+from protrain.common.adapters import adapter_names
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of, same_bytes
 from protrain.distributed.agreement import StoreExchange
@@ -130,6 +131,17 @@ def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer:
             optimizer.check_parameter(name, {kind: saved.on_meta(kind) for kind in saved.kinds})
         except ValueError as error:
             raise CheckpointError(f"{save} is of another model: {error}") from None
+
+
+def base_weights(model: nn.Module, base: str | None) -> set[str]:
+    """The names of the parameters that a save with ``base`` leaves out: all that is neither trained nor an adapter's.
+
+    Quantised weights are among them, as they follow from the files of the base. Without a base there are none.
+    """
+    if base is None:
+        return set()
+    own = adapter_names(model)
+    return {name for name, p in model.named_parameters() if not p.requires_grad and name not in own}
 
 
 def unmanaged_tensors(model: nn.Module, left_out: set[str]) -> dict[str, Tensor]:

@@ -42,9 +42,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from protrain.checkpoint.adapters import base_weights
 from protrain.checkpoint.manifest import MANIFEST, encode, list_saves, random_state, write_manifest
-from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, write_parameters
+from protrain.checkpoint.parameter_files import BUFFERS, base_weights, unmanaged_tensors, write_parameters
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
 from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes

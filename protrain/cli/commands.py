@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import protrain
-from protrain.cli.lora import lora_text
-from protrain.cli.options import count, memory, number, prices, result_file
+from protrain.cli.options import count, number, prices, result_file
 from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES, full_dtype
 from protrain.hardware.shipped import shipped_names
@@ -28,7 +27,6 @@ which of several machines to take, as names with GPUs and nodes:
   protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,a100x8x2
 what more or less memory would do, and how deep such a model could be there:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
-  protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --max-model
 """
 _CALIBRATE_EXAMPLE = """example:
@@ -110,7 +108,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
     },
     "lora": {
-        "type": lora_text,
         "metavar": "NAME=VALUE,...",
         "help": "train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or "
         "part of that; other targets are names of layers, like q_proj+v_proj",
@@ -142,13 +139,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "device": {"help": "cuda or cpu (default: cuda if there is a GPU)"},
     "device_memory": {
-        "type": memory,
         "metavar": "SIZE",
         "help": "the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the "
         "memory of a simulated GPU",
     },
     "host_memory": {
-        "type": memory,
         "metavar": "SIZE",
         "help": "the RAM of the machine, of which training takes a part (default: what is free, or usual for the GPU)",
     },
@@ -175,10 +170,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "help": "gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual "
         "for the GPU)",
     },
-    "frontier": {
-        "action": "store_true",
-        "help": "not one plan, but the fastest under each of a dozen limits on device memory",
-    },
     "max_model": {
         "action": "store_true",
         "help": "not a plan for MODEL, but the most layers of its width that fit",
@@ -196,7 +187,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "picture": {
         "metavar": "FILE",
         "type": result_file,
-        "help": "also a picture of one step, or of the frontier: .png, .svg or .pdf",
+        "help": "also a picture of one step: .png, .svg or .pdf",
     },
     "json": {"action": "store_true", "help": "print JSON on standard output instead of the table"},
     "out": {"type": result_file, "metavar": "FILE", "help": "also write the JSON to FILE"},
@@ -244,7 +235,7 @@ _OUTPUT = {"output": ("json", "out")}
 COMMANDS = {
     "calibrate": Command(
         summary="measure this machine",
-        run="protrain.cli.calibrate_run:run",
+        run="protrain.cli.runs:calibrate",
         description=_CALIBRATE_DESCRIPTION,
         example=_CALIBRATE_EXAMPLE,
         groups={"": ("gpus", "device", "seconds"), **_OUTPUT},
@@ -268,14 +259,14 @@ COMMANDS = {
                 *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
             ),
             "machine": ("hardware", "device", "gpus", "nodes", "network_gbps", "device_memory", "host_memory"),
-            "what is shown": ("tokens", "price", ("frontier", "max_model", "compare", "explain"), "picture"),
+            "what is shown": ("tokens", "price", ("max_model", "compare", "explain"), "picture"),
             **_OUTPUT,
         },
     ),
     "train": Command(summary="fine-tune a language model by TRL: SFT, or DPO"),
     "export": Command(
         summary="write a checkpoint as a Hugging Face folder",
-        run="protrain.cli.export_run:export",
+        run="protrain.cli.runs:export",
         description="Write the weights of a checkpoint as a folder for from_pretrained.",
         example=_EXPORT_EXAMPLE,
         groups={"": ("CHECKPOINT", "FOLDER", "model", "dtype", "lora")},
@@ -286,14 +277,14 @@ COMMANDS = {
     ),
     "convert": Command(
         summary="write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
-        run="protrain.cli.export_run:convert",
+        run="protrain.cli.runs:convert",
         description="Convert a checkpoint, of any number of GPUs, to DCP of torch, or back.",
         example=_CONVERT_EXAMPLE,
         groups={"": ("SOURCE", "TARGET")},
     ),
     "bench": Command(
         summary="measure parts of ProTrain against their peers",
-        run="protrain.cli.bench:run",
+        run="protrain.cli.runs:bench",
         usage="%(prog)s BENCHMARK [OPTION ...]",
         description="Measure parts of ProTrain against their peers.\nNeeds a checkout of the repository, and "
         "'protrain[bench]'.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import os
 import sys
@@ -24,18 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     reads the results any more. In the program `protrain`, ``protrain.common.signals`` ends most commands on Ctrl-C,
     and they never get here.
     """
+    is_plan = is_program() and sys.argv[1:2] == ["plan"]
+    if is_plan:
+        gc.disable()  # the imports of torch and transformers make a million objects, all of which stay
     status = _status(argv)
-    if is_program() and sys.argv[1:2] == ["plan"]:  # which leaves nothing that would have to be closed
-        _leave(status)
+    if is_plan:  # to free all of torch one by one would take a second
+        with suppress(OSError, ValueError, AttributeError):  # then something remains unwritten
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(status)
     return status
-
-
-def _leave(status: int) -> None:
-    """Leave the process, unless something remains unwritten. To free all of torch one by one would take a second."""
-    with suppress(OSError, ValueError, AttributeError):
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(status)
 
 
 def _status(argv: Sequence[str] | None) -> int:
@@ -63,7 +62,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse ``argv``, which is kept as ``words`` for those who start the command again in other processes."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["train"]:  # whose parser is TRL's
-        return argparse.Namespace(command="train", run="protrain.cli.train_run:run", words=words)
+        return argparse.Namespace(command="train", run="protrain.cli.runs:train", words=words)
     return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
 
 

@@ -8,14 +8,12 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from protrain.common.progress import silence
 from protrain.common.records import Record
-from protrain.common.tables import parse_memory
 
 
 def need(module: str, what: str, *, extra: str | None = None, package: str | None = None) -> None:
@@ -32,15 +30,13 @@ def number(kind: Callable[[str], float], least: float, most: float = math.inf) -
     """An argparse type: a finite number of this ``kind``, int or float, in [least, most]."""
 
     def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number, not {text!r}") from None
+        value = kind(text)
         if not least <= value <= most or value == math.inf:
             limits = f"at least {least}" if most == math.inf else f"between {least} and {most}"
             raise argparse.ArgumentTypeError(f"must be {limits}, not {text}")
         return value
 
+    parse.__name__ = kind.__name__  # by which argparse calls what is no number an invalid int or float
     return parse
 
 
@@ -62,20 +58,25 @@ def prices(text: str) -> list[float]:
     return [number(float, 0)(part) for part in text.split(",")]
 
 
-def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
-    """An argparse type: text that ``parse`` takes without a ValueError. It stays text."""
+def parse_lora(text: str) -> dict[str, Any]:
+    """The arguments of peft's LoraConfig in ``text``, like "r=16,alpha=32", of which any may be left out.
 
-    def check(text: str) -> str:
-        try:
-            parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).strip()) from None
-        return text
-
-    return check
-
-
-memory = text_for(partial(parse_memory, name=""))  # an argparse type: a number of bytes, or like 24GiB
+    Raises:
+        ValueError: a name is unknown, or a value is no number.
+    """
+    values: dict[str, Any] = {"r": 16, "alpha": 32, "targets": "all-linear", "dropout": 0.0}
+    try:
+        for name, value in (part.split("=") for part in text.split(",")):
+            values[name] = type(values[name])(value)
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} is not made of r=N, alpha=N, targets=NAMES and dropout=P") from None
+    targets = values["targets"]
+    return {
+        "r": values["r"],
+        "lora_alpha": values["alpha"],
+        "target_modules": targets if targets == "all-linear" else targets.split("+"),
+        "lora_dropout": values["dropout"],
+    }
 
 
 def result_file(text: str) -> Path:

@@ -24,9 +24,8 @@ def machine_of(args: argparse.Namespace) -> HardwareProfile:
     """The profile of one of the GPUs that ``args`` ask for.
 
     Raises:
-        ValueError: The machine is not known, or it is this one, which has no GPU, or a network is given for one node.
+        ValueError: The machine is not known, or it is this one, which has no GPU.
     """
-    _refuse_unused_network(args, args.nodes)
     if args.hardware is not None:
         return _elsewhere(args, args.hardware, args.gpus, args.nodes)
     return _shared(args, _this_machine(args), args.gpus, args.nodes)
@@ -65,7 +64,6 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
     if args.hardware is not None or (args.gpus, args.nodes) != (1, 1):
         raise ValueError("--compare names machines with their GPUs and nodes: leave out --hardware, --gpus and --nodes")
     found = {text.strip(): _elsewhere(args, *_counted(text.strip())) for text in args.compare.split(",")}
-    _refuse_unused_network(args, max(machine.n_nodes for machine in found.values()))
     if len({machine.device_type for machine in found.values()}) > 1:
         raise ValueError("--compare takes machines with GPUs or machines without, not both: the model is profiled once")
     return found
@@ -113,11 +111,6 @@ def _counted(text: str) -> tuple[str, int, int]:
 
 def _is_machine(name: str) -> bool:
     return name.endswith(".json") or shipped_name(name) is not None
-
-
-def _refuse_unused_network(args: argparse.Namespace, n_nodes: int) -> None:
-    if args.network_gbps is not None and n_nodes == 1:
-        raise ValueError("--network-gbps is of the network between nodes, and there is one node: give --nodes too")
 
 
 def _ram_bytes(args: argparse.Namespace) -> int | None:

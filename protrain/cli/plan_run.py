@@ -14,18 +14,16 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
-from protrain.cli.imports import importing
-from protrain.cli.options import emit, print_result, write_record
+from protrain.cli.options import emit, need, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of, other_machines
-from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
+from protrain.cli.plan_shown import draw_timeline, summary_text, timeline_text
 from protrain.cli.plan_step import ProfiledStep
-from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, heard, print_line, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
+from protrain.planning import Answer, Comparison, Models, Plan, explain, fastest_batches, largest, search
 from protrain.planning.answer import Alternative, Job, Machine
 from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept, key_of
@@ -39,8 +37,8 @@ def run(args: argparse.Namespace) -> None:
     """Run `protrain plan`."""
     if args.picture is not None:
         if args.max_model or args.compare:
-            raise ValueError("--picture goes with a plan or --frontier: --max-model and --compare draw nothing")
-        check_picture(args.picture)
+            raise ValueError("--picture shows a step of one plan: leave out --max-model and --compare")
+        need("matplotlib", "--picture", extra="hf")
     if args.step_during_backward and args.dtype == "float16":
         raise ValueError("--step-during-backward does not work with float16, as `wrap` says: use --dtype bfloat16")
     if args.batch is None and args.accumulation is not None:
@@ -51,8 +49,6 @@ def run(args: argparse.Namespace) -> None:
     asked = _Asked(args, machine_of(args))
     if args.max_model:
         _max_model(asked)
-    elif args.frontier:
-        _frontier(asked)
     else:
         _plan(asked)
 
@@ -64,7 +60,8 @@ class _Asked:
         self.args = args
         self.hardware = hardware
         self.step = ProfiledStep.of(args, hardware.device_type)
-        self.inside: bool = args.step_during_backward
+        # What profiles say beside what is traced.
+        self._training = {name: getattr(args, name) for name in ("moment_dtype", "step_during_backward")}
         # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         self._batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
@@ -76,18 +73,17 @@ class _Asked:
             self._measured = instead_of._measured
         self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
-    def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
+    def counted(self, step: ProfiledStep) -> ModelProfile:
         """The profile of ``step`` from the shapes of its tensors."""
 
         def count() -> ModelProfile:
-            with importing():
-                from protrain.cli import plan_trace
+            from protrain.cli import plan_trace
 
-            return plan_trace.counted(step, show=show)
+            return plan_trace.counted(step)
 
         if step not in self._counted:
             self._counted[step] = kept("profiles", ModelProfile, key_of(step.description()), count)
-        return replace(self._counted[step], moment_dtype=self.args.moment_dtype)
+        return replace(self._counted[step], **self._training)
 
     def _profile(self, batch: int, accumulation: int) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
@@ -98,13 +94,12 @@ class _Asked:
         if profile is None and self._batch_is_open:
             return self.derived(batch)
         if profile is None:
-            with stage("profiling the model") as show:
-                profile = self.counted(step, show)
-        return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
+            with stage("profiling the model"):
+                profile = self.counted(step)
+        return replace(profile, accumulation=accumulation, **self._training)
 
     def _measure(self, step: ProfiledStep) -> None:
-        with importing():
-            from protrain.cli import plan_trace
+        from protrain.cli import plan_trace
 
         with stage("profiling the model") as show:
             profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
@@ -119,8 +114,8 @@ class _Asked:
 
         Gradients, masks and what 4-bit weights are unpacked into do not grow with the batch.
         """
-        with stage("profiling two batches") as show:
-            return [self.counted(replace(self.step, batch=batch), show) for batch in _COUNTED_BATCHES]
+        with stage("profiling two batches"):
+            return [self.counted(replace(self.step, batch=batch)) for batch in _COUNTED_BATCHES]
 
     @cached_property
     def n_sequences(self) -> int:
@@ -144,7 +139,6 @@ class _Asked:
                 self.hardware,
                 first=_COUNTED_BATCHES[0],
                 n_sequences=self.n_sequences,
-                step_during_backward=self.inside,
             )
 
     def profiles(self) -> Iterator[ModelProfile]:
@@ -171,8 +165,8 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
     for profile in asked.profiles():
         try:
             with stage("planning"):
-                plan = search(profile, asked.hardware, step_during_backward=asked.inside)
-                answer = explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
+                plan = search(profile, asked.hardware)
+                answer = explain(plan, profile, asked.hardware)
                 break
         except PlanError as error:
             answer = Answer.refused(error, profile, asked.hardware)
@@ -188,17 +182,17 @@ def _plan(asked: _Asked) -> None:
         title = wrapped(f"{fits} {answer.machine}\n{_title(args, profile, hardware.world_size)}", indent="  ")
         print_result(f"{title}\n{summary_text(answer)}")
     if answer.plan is not None:
-        timeline = predict(profile, hardware, answer.plan, step_during_backward=asked.inside).timeline
+        timeline = Models.of(answer.plan, profile, hardware).timeline(answer.plan.block_modes, answer.plan.counts)
         if not args.json:
             print_result(f"\nONE STEP\n{timeline_text(timeline)}")
-        if args.picture is not None:
-            drawn = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
-            draw_timeline(timeline, drawn, args.picture)
     answer = asked.kept("instead", partial(_with_alternatives, asked, answer))
     print_result(answer.to_json() if args.json else _more_text(args, hardware, answer))
     if answer.plan is None:
         raise ValueError(f"{answer.verdict} {answer.nearest()}")
     write_record(answer.plan, args)
+    if args.picture is not None:
+        title = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
+        draw_timeline(timeline, title, args.picture)
 
 
 def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answer) -> str:
@@ -254,28 +248,16 @@ def _other_steps(asked: _Asked, answer: Answer) -> Iterator[tuple[str, dict[str,
             yield "QLoRA", {"lora": adapter, "load_in_4bit": True}
 
 
-def _frontier(asked: _Asked) -> None:
-    args, hardware = asked.args, asked.hardware
-    profile = next(asked.profiles())
-    with stage("planning under every limit"):
-        found = frontier(profile, hardware, step_during_backward=asked.inside)
-    if args.picture is not None:
-        draw_frontier(found, args.picture)
-    title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-    emit(found, args, f"{title}\n\n{found.table()}")
-
-
 def _max_model(asked: _Asked) -> None:
     args = asked.args
     if args.model not in SHAPES:
         raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
-    with stage("looking for the largest depth") as show:
+    with stage("looking for the largest depth"):
         found = largest(
             lambda layers: replace(
-                asked.counted(replace(asked.step, layers=layers), show), accumulation=args.accumulation or 1
+                asked.counted(replace(asked.step, layers=layers)), accumulation=args.accumulation or 1
             ),
             asked.hardware,
-            step_during_backward=asked.inside,
         )
     largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}, batch {asked.step.batch}"
     title = wrapped(f"{Machine.of(asked.hardware)}\n{largest_model}", indent="  ")

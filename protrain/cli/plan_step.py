@@ -6,7 +6,6 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
 from protrain.common.cache import on_disk
 from protrain.common.dtypes import default_dtype
@@ -37,7 +36,10 @@ class ProfiledStep:
             ValueError: the weights are quantised and there is no adapter to train, or the Hub does not give the
                 model.
         """
-        refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
+        if args.load_in_4bit and args.lora is None:
+            raise ValueError(
+                "--load-in-4bit freezes the weights of the model: add an adapter to train, like --lora r=16"
+            )
         return cls(
             model=on_disk(args.model, weights=False),
             layers=None,

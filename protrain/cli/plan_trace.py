@@ -5,6 +5,8 @@ Only this part of planning needs torch and transformers, whose imports take long
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,16 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.cli.imports import importing
-from protrain.cli.models import LoadedModel, check_positions, read_architecture
+from protrain.cli.models import (
+    LoadedModel,
+    adamw,
+    check_positions,
+    choose_trained,
+    read_architecture,
+    shape_in_4bit,
+)
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
-from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
-from protrain.common.parameters import DTYPES, unmanaged_memory
+from protrain.common.parameters import DTYPES
 from protrain.profiler.cache import cached_profile
-from protrain.profiler.derived import TRACED_BLOCKS, with_blocks
+from protrain.profiler.derived import TRACED_BLOCKS, keep_few_blocks, repeats, with_more_blocks
 from protrain.profiler.model_profile import ModelProfile
-from protrain.profiler.operations import storages_in
 from protrain.profiler.trace import profile
 from protrain.wrapping import change_forwards
 
@@ -46,38 +52,42 @@ def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], Non
         return None
 
 
-def counted(step: ProfiledStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:
+def counted(step: ProfiledStep) -> ModelProfile:
     """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here.
 
-    If the model is a named shape, the trace is of a few of its blocks.
+    If the blocks of the model are alike, the trace is of a few of them.
     """
-    n_blocks = step.layers or (SHAPES[step.model].layers if step.model in SHAPES else 0)
-    if step.model not in SHAPES or n_blocks <= TRACED_BLOCKS or step.freeze:  # which may tell blocks apart
-        return _traced(step, show)[1]
-    few, buffer_bytes = _few_blocks(replace(step, layers=TRACED_BLOCKS))
-    return with_blocks(few, n_blocks, buffer_bytes=buffer_bytes)
+    n_blocks = step.layers or SHAPES.get(step.model, {}).get("num_hidden_layers", 0)
+    if n_blocks <= TRACED_BLOCKS or step.freeze:  # which may tell blocks apart
+        return with_more_blocks(*_traced(step))
+    few, _, model = _traced_once(replace(step, layers=TRACED_BLOCKS))
+    return with_more_blocks(few, n_blocks - TRACED_BLOCKS, model)
 
 
-@cache
-def _few_blocks(step: ProfiledStep) -> tuple[ModelProfile, int]:
-    """The profile of ``step``, and the bytes of buffers and quantised weights that its last block has for itself."""
-    model, found = _traced(step, None)
-    *_, before, last = (storages_in(unmanaged_memory(model.get_submodule(block.name))) for block in found.blocks)
-    return found, sum(size for storage, size in last.items() if storage not in before)
-
-
-def _traced(step: ProfiledStep, show: Callable[[str], None] | None) -> tuple[nn.Module, ModelProfile]:
+def _traced(step: ProfiledStep, *, whole: bool = False) -> tuple[ModelProfile, int, nn.Module]:
+    """The profile, how many blocks were left out, which are as those that are there, and the model."""
     # Nothing is computed, so there is no need for a record of how values are made.
-    with importing(), torch.device("meta"):
+    with torch.device("meta"):
         loaded = _architecture(step)
     if step.compile:
         torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
+    more = 0 if whole else keep_few_blocks(loaded.model)
     model, example, how = _prepared(step, loaded, on_meta=True)
-    return model, profile(model, example, device="meta", show=show, **how)
+    found = profile(model, example, device="meta", **how)
+    if more and not repeats(found):
+        return _traced(step, whole=True)
+    return found, more, model
+
+
+_traced_once = cache(_traced)  # of a named shape, as a folder may change
 
 
 def _architecture(step: ProfiledStep) -> LoadedModel:
     loaded = read_architecture(step.model, layers=step.layers)
+    if not gc.isenabled():  # by the program, until here
+        gc.freeze()  # all that was imported stays to the end, so no collection needs to look at it
+        gc.enable()
+        atexit.register(gc.unfreeze)  # libraries take what is left at the end for leaks, and print a list of it
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels, and none of them runs here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as peft reads what transformers is to lose

@@ -9,69 +9,70 @@ offloading papers use these hidden sizes and depths, with heads of 128.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A named causal language model."""
-
-    family: str  # transformers' model_type
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int | None = None  # None means as many as heads
-    mlp: int | None = None  # None means 4 x hidden
-    vocabulary: int
-    positions: int
-    tied: bool = False  # whether input and output embedding are one parameter
-    sequence: int = 1024  # the default of the command line, as in the paper
+def _shape(family: str, hidden: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
+    """The arguments with which ``AutoConfig.for_model`` of transformers makes the configuration."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    no_tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return {"model_type": family, **sizes, **no_tokens, **others}
 
 
-_gpt2 = partial(Shape, family="gpt2", vocabulary=50257, positions=1024, tied=True)
-_opt = partial(Shape, family="opt", vocabulary=50272, positions=2048, tied=True)
-_llama2 = partial(Shape, family="llama", vocabulary=32000, positions=4096)
-_llama3 = partial(Shape, family="llama", kv_heads=8, vocabulary=128256, positions=8192)
-_qwen25 = partial(Shape, family="qwen2", vocabulary=152064, positions=32768)
+_gpt2 = partial(
+    _shape,
+    "gpt2",
+    vocab_size=50257,
+    max_position_embeddings=1024,
+    tie_word_embeddings=True,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
+_opt = partial(_shape, "opt", vocab_size=50272, max_position_embeddings=2048, tie_word_embeddings=True, dropout=0.0)
+_tiny = partial(_shape, "llama", vocab_size=256, max_position_embeddings=256, tie_word_embeddings=True)
+_llama2 = partial(_shape, "llama", vocab_size=32000, max_position_embeddings=4096)
+_llama3 = partial(_shape, "llama", vocab_size=128256, max_position_embeddings=8192, num_key_value_heads=8)
+# A window of 4096 would make attention build a mask. Later releases dropped the window.
+_mistral = partial(_shape, "mistral", vocab_size=32000, max_position_embeddings=32768, sliding_window=None)
+_qwen25 = partial(
+    _shape,
+    "qwen2",
+    vocab_size=152064,
+    max_position_embeddings=32768,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, dict[str, Any]] = {
     # tokens are bytes
-    "tiny": Shape(
-        family="llama",
-        hidden=192,
-        layers=4,
-        heads=6,
-        mlp=512,
-        vocabulary=256,
-        positions=1024,
-        tied=True,
-        sequence=256,
-    ),
-    "gpt2": _gpt2(hidden=768, layers=12, heads=12),
-    "gpt2-10b": _gpt2(hidden=4096, layers=48, heads=32),
-    "gpt2-15b": _gpt2(hidden=8192, layers=18, heads=64),
-    "gpt2-20b": _gpt2(hidden=8192, layers=24, heads=64),
-    "gpt2-30b": _gpt2(hidden=8192, layers=37, heads=64),
-    "gpt2-40b": _gpt2(hidden=8192, layers=50, heads=64),
-    "opt-13b": _opt(hidden=5120, layers=40, heads=40),
-    "opt-30b": _opt(hidden=7168, layers=48, heads=56),
-    "llama-1b": _llama2(hidden=2048, layers=24, heads=16, mlp=5504),
-    "llama-7b": _llama2(hidden=4096, layers=32, heads=32, mlp=14336, kv_heads=8),
-    "llama2-13b": _llama2(hidden=5120, layers=40, heads=40, mlp=13824),
-    "llama2-34b": _llama2(hidden=8192, layers=48, heads=64, mlp=22016, kv_heads=8),
-    "llama3-8b": _llama3(hidden=4096, layers=32, heads=32, mlp=14336),
-    "llama3-70b": _llama3(hidden=8192, layers=80, heads=64, mlp=28672),
-    "llama3.2-1b": _llama3(hidden=2048, layers=16, heads=32, mlp=8192, tied=True),
-    "mistral-7b": Shape(
-        family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocabulary=32000, positions=32768
-    ),
-    "qwen2.5-7b": _qwen25(hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944),
-    "qwen2.5-14b": _qwen25(hidden=5120, layers=48, heads=40, kv_heads=8, mlp=13824),
-    "qwen2.5-32b": _qwen25(hidden=5120, layers=64, heads=40, kv_heads=8, mlp=27648),
+    "tiny": _tiny(192, 4, 6, intermediate_size=512),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-10b": _gpt2(4096, 48, 32),
+    "gpt2-15b": _gpt2(8192, 18, 64),
+    "gpt2-20b": _gpt2(8192, 24, 64),
+    "gpt2-30b": _gpt2(8192, 37, 64),
+    "gpt2-40b": _gpt2(8192, 50, 64),
+    "opt-13b": _opt(5120, 40, 40, ffn_dim=20480, word_embed_proj_dim=5120),
+    "opt-30b": _opt(7168, 48, 56, ffn_dim=28672, word_embed_proj_dim=7168),
+    "llama-1b": _llama2(2048, 24, 16, intermediate_size=5504),
+    "llama-7b": _llama2(4096, 32, 32, intermediate_size=14336, num_key_value_heads=8),
+    "llama2-13b": _llama2(5120, 40, 40, intermediate_size=13824),
+    "llama2-34b": _llama2(8192, 48, 64, intermediate_size=22016, num_key_value_heads=8),
+    "llama3-8b": _llama3(4096, 32, 32, intermediate_size=14336),
+    "llama3-70b": _llama3(8192, 80, 64, intermediate_size=28672),
+    "llama3.2-1b": _llama3(2048, 16, 32, intermediate_size=8192, tie_word_embeddings=True),
+    "mistral-7b": _mistral(4096, 32, 32, intermediate_size=14336, num_key_value_heads=8),
+    "qwen2.5-7b": _qwen25(3584, 28, 28, intermediate_size=18944, num_key_value_heads=4),
+    "qwen2.5-14b": _qwen25(5120, 48, 40, intermediate_size=13824, num_key_value_heads=8),
+    "qwen2.5-32b": _qwen25(5120, 64, 40, intermediate_size=27648, num_key_value_heads=8),
 }
+
+
+def at_depth(name: str, layers: int | None = None) -> dict[str, Any]:
+    """The shape of that ``name``, with another number of ``layers`` if that is given."""
+    return SHAPES[name] if layers is None else {**SHAPES[name], "num_hidden_layers": layers}
 
 
 def named(model: str) -> str:
@@ -91,36 +92,8 @@ def _plain(name: str) -> str:
 def describe(name: str, *, layers: int | None = None) -> str:
     """What ``protrain.cli.models`` would make the model ``name`` from, at no cost. "" if there is no such model."""
     if name in SHAPES:
-        return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
+        return repr(at_depth(name, layers))
     try:
         return Path(name, "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeError):
         return ""
-
-
-def shape_config(shape: Shape) -> Any:
-    """The transformers configuration of ``shape``."""
-    import transformers
-
-    mlp = shape.mlp or 4 * shape.hidden
-    llama = {"intermediate_size": mlp, "num_key_value_heads": shape.kv_heads or shape.heads, "pad_token_id": None}
-    own: dict[str, dict[str, Any]] = {
-        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        "opt": {"word_embed_proj_dim": shape.hidden, "ffn_dim": mlp, "dropout": 0.0, "pad_token_id": None},
-        "llama": llama,
-        # A window of 4096 would make attention build a mask. Later releases dropped the window.
-        "mistral": {**llama, "sliding_window": None},
-        "qwen2": {**llama, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    }
-    return transformers.AutoConfig.for_model(
-        shape.family,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.positions,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        **own[shape.family],
-    )

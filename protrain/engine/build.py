@@ -60,7 +60,6 @@ def build_engine(
     host_threads: int,
     sharing: Sharing,
     groups: Groups,
-    step_during_backward: bool,
     weights: WeightSources | None,
     show: Callable[[str, float], None],
 ) -> Engine:
@@ -79,7 +78,6 @@ def build_engine(
         host_threads: number of threads of a kernel on the host.
         sharing: when updates are needed, and how fast host and device are at them.
         groups: the hyperparameters.
-        step_during_backward: make updates inside backward.
         weights: what to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
     """
@@ -137,7 +135,7 @@ def build_engine(
         worker=HostWorker(threads=host_threads, device=device),
         streamer=streamer,
         committer=HostWorker(threads=1, device=device, name="protrain-committer"),
-        inside=step_during_backward,
+        inside=profile.step_during_backward,
     )
     engine = Engine(
         managed,

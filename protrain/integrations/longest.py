@@ -17,26 +17,17 @@ _PARTS = "seq_lengths"
 _ROWS_AT_ONCE = 1000
 
 
-def longest_row(dataset: Any, limit: int | None = None) -> dict[str, Any] | None:
+def longest_row(dataset: Any) -> dict[str, Any] | None:
     """A row as long in every column of tokens as any of ``dataset``, or None where nobody knows how long rows will be.
 
     Sequences of tokens are measured as they are, and in a dataset of Hugging Face in its Arrow files. That bounds also
     what a collator joins (prompts and answers). Texts and lists of other things, such as images or messages, are not
-    measured, nor datasets that may compute their rows.
-
-    Args:
-        dataset: of a trainer.
-        limit: the tokens to which the trainer cuts each sequence of a stream, if it does.
+    measured, nor streams and datasets that may compute their rows.
     """
-    kind = type(dataset).__module__
-    if kind == "datasets.iterable_dataset":
-        row: Any = next(iter(dataset), None)
-        lengths = _lengths_in([row]) if row and limit else None
-        return _stretched(row, dict.fromkeys(lengths, limit)) if lengths and limit else None
     lengths = None
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
         lengths = _lengths_in(dataset)
-    elif kind == "datasets.arrow_dataset" and len(dataset) and dataset.format["type"] != "custom":
+    elif type(dataset).__module__ == "datasets.arrow_dataset" and len(dataset) and dataset.format["type"] != "custom":
         lengths = _lengths_in_arrow(dataset)
     return _stretched(dataset[0], lengths) if lengths else None
 

@@ -36,9 +36,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, TrainerState, __version__
 from transformers.trainer_utils import SaveStrategy
 
-from protrain.checkpoint.adapters import has_adapter, is_peft_model
+from protrain.checkpoint.export import has_adapter
 from protrain.checkpoint.manifest import STATES, check_files, find_save, random_state, read_manifest, set_random_state
 from protrain.checkpoint.saving import has_plan
+from protrain.common.adapters import is_peft_model
 from protrain.common.errors import warn_user
 from protrain.common.progress import heard, print_line
 from protrain.common.signals import stop_requests

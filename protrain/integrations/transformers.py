@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from protrain.checkpoint.manifest import random_state, set_random_state
@@ -158,7 +157,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
             loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
             twin = self._twin()
             collate = self._collator_of(loader, twin)
-            row = longest = self._longest_row(loader)
+            row = longest = longest_row(loader.dataset)
             if row is None and hasattr(self, "generation_config"):  # of TRL, whose rows are prompts
                 row = max(islice(loader.dataset, _PROMPTS), key=lambda row: len(str(row)))
             # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
@@ -175,13 +174,6 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
                 "arguments of the model that are as long as any will be"
             )
         return largest
-
-    def _longest_row(self, loader: Any) -> dict[str, Any] | None:
-        """A row as long as any, of a stream one to which TRL cuts it before the training, if that is known."""
-        unprepared = (getattr(self.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-        limit = None if unprepared else getattr(self.args, "max_length", None)
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        return longest_row(self.train_dataset if is_stream else loader.dataset, limit)
 
     def _collator_of(self, loader: Any, twin: ProTrainMixin) -> Callable[[list[Any]], Any] | None:
         """A copy of the collator of ``loader``, as collators may draw from generators of their own.

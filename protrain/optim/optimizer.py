@@ -44,24 +44,17 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         optimizer: of the user.
         parameters: all managed parameters by name, in definition order.
         ranks: the processes that train together.
-        step_during_backward: whether updates are made inside backward.
     """
 
     _collect: Callable[[], Any] | None = None  # what gives the states to ``state_dict`` of torch, while that runs
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        ranks: Ranks,
-        step_during_backward: bool,
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, ranks: Ranks
     ) -> None:
         super().__init__([{"params": group["params"]} for group in optimizer.param_groups], optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the same dicts, so schedulers made before wrapping keep working
         vars(self).update({name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")})
         self.ranks = ranks
-        self.step_during_backward = step_during_backward
         self.groups = Groups(
             self,
             {id(parameter): name for name, parameter in parameters.items()},
@@ -197,15 +190,13 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     @cached_property
     def _predicted_host_gparams(self) -> float:
-        profile = self._engine.profile
-        return host_gparams(self.plan, profile, self.hardware, step_during_backward=self.step_during_backward)
+        return host_gparams(self.plan, self._engine.profile, self.hardware)
 
     def explain(self) -> Answer:
         """What limits the plan, what each of its numbers would change, and how fast other machines would be."""
-        profile, inside = self._engine.profile, self.step_during_backward
-        machines = other_machines(self.hardware)
-        others = alternatives(profile, self.hardware, machines, step_during_backward=inside)
-        return replace(explain(self.plan, profile, self.hardware, step_during_backward=inside), alternatives=others)
+        profile = self._engine.profile
+        others = alternatives(profile, self.hardware, other_machines(self.hardware))
+        return replace(explain(self.plan, profile, self.hardware), alternatives=others)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

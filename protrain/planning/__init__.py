@@ -5,22 +5,20 @@ from protrain.planning.fits import check, evaluate
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
-from protrain.planning.predict import Prediction, RuntimeModel, predict
+from protrain.planning.predict import Models
 from protrain.planning.search import search
-from protrain.planning.sweeps import Comparison, Frontier, Largest, fastest_batches, frontier, largest
+from protrain.planning.sweeps import Comparison, Largest, fastest_batches, largest
 
 __all__ = [
     "Answer",
     "BlockMode",
     "ChunkRecord",
     "Comparison",
-    "Frontier",
     "Largest",
     "Layout",
     "MemoryModel",
+    "Models",
     "Plan",
-    "Prediction",
-    "RuntimeModel",
     "Slot",
     "block_modes",
     "check",
@@ -29,9 +27,7 @@ __all__ = [
     "explain",
     "fastest_batches",
     "fingerprint",
-    "frontier",
     "largest",
     "pack",
-    "predict",
     "search",
 ]

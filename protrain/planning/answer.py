@@ -286,19 +286,17 @@ class Answer(Record):
         return aligned(rows, WIDTH) if self.alternatives else ""
 
 
-def explain(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-) -> Answer:
+def explain(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Answer:
     """What limits ``plan`` for ``profile`` on ``hardware``, and what each of its numbers would change.
 
     Raises:
         ValueError: the plan was made for another model, or contradicts itself.
         PlanError: it does not fit ``hardware``.
     """
-    plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
-    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
+    plan = check(plan, profile, hardware)
+    models = Models.of(plan, profile, hardware)
     modes, counts = plan.block_modes, plan.counts
-    machine, timeline = Machine.of(hardware), models.runtime.timeline(modes, counts)
+    machine, timeline = Machine.of(hardware), models.timeline(modes, counts)
     parts, host_works = phases(timeline), any(operation.lane == HOST for operation in timeline.operations)
     return Answer(
         fits=True,
@@ -316,7 +314,7 @@ def explain(
         device_bytes={"all": plan.device_bytes, **models.memory.device_parts(counts, modes)},
         host_bytes={"all": plan.host_bytes, **models.memory.host_parts(counts, modes)},
         estimated=profile.device != hardware.device_type,
-        updates_in_backward=step_during_backward,
+        updates_in_backward=profile.step_during_backward,
         slower_share=slower_share(hardware) if host_works else 1.0,
         large_buffers=models.memory.large_buffers[plan.n_persist],
         phases=parts,
@@ -337,11 +335,7 @@ def _model(profile: ModelProfile, hardware: HardwareProfile) -> dict[str, Any]:
 
 
 def alternatives(
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    machines: Mapping[str, HardwareProfile],
-    *,
-    step_during_backward: bool = False,
+    profile: ModelProfile, hardware: HardwareProfile, machines: Mapping[str, HardwareProfile]
 ) -> tuple[Alternative, ...]:
     """The fastest plans for the same batch, with moments of 16 bits and on ``machines``, by what these are called.
 
@@ -354,7 +348,7 @@ def alternatives(
     found = dict.fromkeys(cases)
     for what, case in cases.items():
         with suppress(PlanError):
-            found[what] = search(*case, step_during_backward=step_during_backward)
+            found[what] = search(*case)
     return tuple(Alternative(what=what, plan=plan) for what, plan in found.items())
 
 

@@ -44,7 +44,6 @@ def evaluate(
     stream: bool | None = None,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
-    step_during_backward: bool = False,
 ) -> Plan:
     """Make a plan by hand: the plan of these integers, with its predictions.
 
@@ -55,14 +54,8 @@ def evaluate(
         PlanError: the plan does not fit ``hardware``.
     """
     layout = pack(profile, chunk_elements, hardware.world_size)
-    models = Models(
-        profile,
-        hardware,
-        layout,
-        step_during_backward=step_during_backward,
-        keep_attention=keep_attention,
-        stream=stream,
-    )
+    planned = profile.keeping_attention() if keep_attention else profile
+    models = Models(MemoryModel(planned, hardware, layout, stream=stream))
     counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_device_sum)
     check_counts(counts, models)
     plan = models.plan(counts)
@@ -70,7 +63,7 @@ def evaluate(
     return plan
 
 
-def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False) -> Plan:
+def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
     """``plan``, from a file for instance, with new predictions for ``profile`` and ``hardware``.
 
     Raises:
@@ -79,7 +72,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
     """
     refuse_other_model(plan, profile)
     refuse_other_world_size(plan, hardware.world_size)
-    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
+    models = Models.of(plan, profile, hardware)
     if plan.n_chunks != len(models.layout.chunks):
         raise ValueError(f"the plan says n_chunks={plan.n_chunks}, but the model has {len(models.layout.chunks)}")
     n_swap, n_offload = (plan.block_modes.count(kind) for kind in (BlockMode.SWAP, BlockMode.CKPT_SWAP))
@@ -145,9 +138,7 @@ def _does_not_fit(
         if hardware.world_size > 1:
             shared = f"This is for one of {hardware.world_size} ranks, with its share. "
     narrow = replace(memory.profile, moment_dtype="bfloat16")
-    if not given and some_plan_fits(
-        MemoryModel(narrow, hardware, memory.layout, step_during_backward=memory.step_during_backward)
-    ):
+    if not given and some_plan_fits(MemoryModel(narrow, hardware, memory.layout)):
         remedies.append("so does moment_dtype=bfloat16, with Adam's moments in 16 bits")
     largest = max(list(parts)[:-1], key=parts.__getitem__)  # the last is the margin, which nobody can change
     return PlanError(

@@ -35,17 +35,15 @@ from protrain.profiler.model_profile import ModelProfile
 class GradientRegions:
     """Regions for one model in one layout. A number of regions is 0 if every chunk has its own.
 
+    Chunks share regions only if updates run inside backward. Otherwise every gradient stays until the norm is known.
+
     Args:
         profile: of the model.
         hardware: the machine.
         layout: of the model.
-        step_during_backward: whether updates run inside backward. Otherwise every gradient stays until the norm is
-            known.
     """
 
-    def __init__(
-        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, step_during_backward: bool
-    ) -> None:
+    def __init__(self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout) -> None:
         element, placements = profile.element_bytes, range(len(layout.chunks) + 1)
         # By n_persist: bytes of a region on the device, and of a region in host memory.
         self._region_bytes = [
@@ -59,7 +57,7 @@ class GradientRegions:
             list(accumulate((size * (large is kind) for size, large in zip(own, is_large, strict=True)), initial=0))
             for kind in (False, True)
         )
-        self._shared = step_during_backward and is_alone  # whether chunks share regions
+        self._shared = profile.step_during_backward and is_alone  # whether chunks share regions
         if self._shared:
             self._yielded = gradients_by_visit(profile, hardware, layout)
             is_open = _is_open(profile, layout, [[part.chunk for part in visit] for visit in self._yielded])

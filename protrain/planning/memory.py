@@ -64,7 +64,6 @@ class MemoryModel:
         profile: of the model and the batch.
         hardware: the machine and its limits, as one rank has them.
         layout: of the model, for as many ranks.
-        step_during_backward: whether updates run inside backward.
         pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
         stream: whether the GPU may update chunks in host memory. By default it may if calibration knows how fast it is.
     """
@@ -75,7 +74,6 @@ class MemoryModel:
         hardware: HardwareProfile,
         layout: Layout,
         *,
-        step_during_backward: bool = False,
         pack_swaps: tuple[bool, ...] | None = None,
         stream: bool | None = None,
     ) -> None:
@@ -83,11 +81,10 @@ class MemoryModel:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
-        self.step_during_backward = step_during_backward
         self.stream = may_stream(hardware) if stream is None else stream
         self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
         packs = self.pack_swaps or (False,) * len(profile.blocks)
-        self.gradients = GradientRegions(profile, hardware, layout, step_during_backward=step_during_backward)
+        self.gradients = GradientRegions(profile, hardware, layout)
         self.accumulates = profile.accumulation > 1  # every chunk has an fp32 sum
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)

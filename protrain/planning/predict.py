@@ -1,20 +1,16 @@
-"""Predictions: one pure function from a profile, a machine and a plan to time, memory and timeline.
+"""Predictions: from a profile, a machine and a plan to time, memory and timeline.
 
-``predict`` is for one plan. ``Models`` keeps what the plans of one layout have in common, for callers who ask
-about many plans: the search and the what-if table. ``RuntimeModel`` is the part of it that knows time (paper section 4,
-and beyond), as ``MemoryModel`` is the part that knows memory.
+``Models`` keeps what the plans of one layout have in common, as the search and the what-if table ask about many plans.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from math import inf
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.layout import Layout
 from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
+from protrain.planning.plan import Counts, Modes, Plan, as_planned, block_modes, fingerprint, layout_of
 from protrain.planning.rates import slower_share
 from protrain.planning.simulate import Run, timeline
 from protrain.planning.step import Steps
@@ -26,56 +22,42 @@ from protrain.profiler.model_profile import ModelProfile
 CLIPPED = 0.05
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The time and memory that a plan takes."""
-
-    step_ms: float
-    device_bytes: int  # peak
-    host_bytes: int  # all host memory of one rank's engine
-    timeline: Timeline
-
-
-def predict(
-    profile: ModelProfile, hardware: HardwareProfile, plan: Plan, *, step_during_backward: bool = False
-) -> Prediction:
-    """Time, memory and timeline of ``plan`` for ``profile`` on ``hardware``, whether it fits or not."""
-    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
-    fresh = models.plan(plan.counts, plan.block_modes)
-    return Prediction(
-        step_ms=fresh.step_ms,
-        device_bytes=fresh.device_bytes,
-        host_bytes=fresh.host_bytes,
-        timeline=models.runtime.timeline(plan.block_modes, plan.counts),
-    )
-
-
-def host_gparams(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-) -> float:
+def host_gparams(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> float:
     """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
-    layout = layout_of(profile, plan)
-    timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
+    models = Models.of(plan, profile, hardware)
+    layout, timeline = models.layout, models.timeline(plan.block_modes, plan.counts)
     on_host = [operation for operation in timeline.operations if operation.lane == HOST]
     updates = [operation for operation in on_host if not operation.name.startswith("speculative weight")]
     elements = sum(layout.shard_elements(layout.chunks[int(update.name.split()[-1])]) for update in updates)
     return elements / max(1e-9, sum(update.end_ms - update.start_ms for update in updates)) / 1e6
 
 
-class RuntimeModel:
-    """How long steps take, for the model, layout and machine of ``memory``.
+class Models:
+    """Predictions for the plans of one layout on one machine.
 
-    On a CPU nothing overlaps, and the operations of a step add up.
-
-    Args:
-        memory: the memory model, which also says whether updates run inside backward.
+    ``memory`` says what they take, ``steps`` what their steps do, and this class how long that takes (paper section 4,
+    and beyond). On a CPU nothing overlaps, and the operations of a step add up.
     """
 
     def __init__(self, memory: MemoryModel) -> None:
-        self.steps = Steps(memory)
+        self.memory, self.steps = memory, Steps(memory)
+        self.profile, self.hardware, self.layout = memory.profile, memory.hardware, memory.layout
+        self.n_chunks, self.n_blocks = len(self.layout.chunks), len(self.profile.blocks)
+        self.keep_attention = not all(block.recomputes_attention for block in self.profile.blocks)
         # The forwards and backwards before the last one of a step: see [Note: several batches].
-        self._n_before = memory.profile.accumulation - 1
+        self._n_before = self.profile.accumulation - 1
         self._before_ms = cache(self._before_ms_of)
+        self._unspeculated_ms = cache(self.slower_ms)
+
+    @classmethod
+    def of(cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> Models:
+        """The models of ``plan``'s layout and options."""
+        profile, layout = as_planned(profile, plan), layout_of(profile, plan)
+        return cls(MemoryModel(profile, hardware, layout, pack_swaps=plan.pack_swaps, stream=plan.stream))
+
+    def modes(self, counts: Counts) -> Modes:
+        """The block modes of ``counts``."""
+        return block_modes(self.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
 
     def step_ms(self, modes: Modes, counts: Counts, *, host_share: float = 1.0, limit_ms: float = inf) -> float:
         """Predicted milliseconds of one step in steady state; infinite if the GPU alone takes ``limit_ms``.
@@ -95,63 +77,9 @@ class RuntimeModel:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         return timeline(Run(self.steps, modes, counts))
 
-
-class Models:
-    """Memory model and runtime model of one layout on one machine.
-
-    ``keep_attention`` says whether recomputed blocks keep the outputs of attention. The other arguments are those of
-    ``MemoryModel``.
-    """
-
-    def __init__(
-        self,
-        profile: ModelProfile,
-        hardware: HardwareProfile,
-        layout: Layout,
-        *,
-        step_during_backward: bool = False,
-        keep_attention: bool = False,
-        pack_swaps: tuple[bool, ...] | None = None,
-        stream: bool | None = None,
-    ) -> None:
-        self.keep_attention = keep_attention
-        self.profile = profile.keeping_attention() if keep_attention else profile
-        self.hardware = hardware
-        self.layout = layout
-        self.memory = MemoryModel(
-            self.profile,
-            hardware,
-            layout,
-            step_during_backward=step_during_backward,
-            pack_swaps=pack_swaps,
-            stream=stream,
-        )
-        self.runtime = RuntimeModel(self.memory)
-        self.n_chunks, self.n_blocks = len(layout.chunks), len(profile.blocks)
-        self._unspeculated_ms = cache(self.slower_ms)
-
-    @classmethod
-    def of(
-        cls, plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-    ) -> Models:
-        """The models of ``plan``'s layout and options."""
-        return cls(
-            profile,
-            hardware,
-            layout_of(profile, plan),
-            step_during_backward=step_during_backward,
-            keep_attention=plan.keep_attention,
-            pack_swaps=plan.pack_swaps,
-            stream=plan.stream,
-        )
-
-    def modes(self, counts: Counts) -> Modes:
-        """The block modes of ``counts``."""
-        return block_modes(self.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
-
     def slower_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
-        """``RuntimeModel.step_ms`` on the slower host that plans are made for."""
-        return self.runtime.step_ms(modes, counts, host_share=slower_share(self.hardware), limit_ms=limit_ms)
+        """``step_ms`` on the slower host that plans are made for."""
+        return self.step_ms(modes, counts, host_share=slower_share(self.hardware), limit_ms=limit_ms)
 
     def judged_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
         """The mean of ``slower_ms`` over steps of which a few are clipped, or infinite as ``slower_ms`` is.
@@ -188,6 +116,6 @@ class Models:
             n_host_gradient=memory.n_host_regions(counts.n_persist, activations.swapped_bytes),
             pack_swaps=memory.pack_swaps,
             stream=memory.stream,
-            step_ms=self.runtime.step_ms(modes, counts),
+            step_ms=self.step_ms(modes, counts),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )

@@ -15,7 +15,7 @@ _SHORT = 0.02  # of a step: what limits a phase of less is of no interest
 def in_short(plan: Plan, models: Models) -> str:
     """How fast ``plan`` is and what limits it, and where states and activations are: two sentences, one a line."""
     device = "GPU" if models.hardware.device_type == "cuda" else "device"
-    parts = phases(models.runtime.timeline(plan.block_modes, plan.counts))
+    parts = phases(models.timeline(plan.block_modes, plan.counts))
     places = states(plan, models.memory.large_buffers[plan.n_persist], device), activations(plan)
     return (
         f"predicted: {format_ms(plan.step_ms)} a step, {plan.tokens_per_s:,.0f} tokens/s, "

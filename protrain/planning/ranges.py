@@ -58,7 +58,7 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
         "n_ckpt": Range(0, n_blocks - counts.n_swap, modes),
         "n_ckpt_swap": Range(0, counts.n_ckpt, inputs),
         "n_speculate": Range(0, 0, "with step_during_backward=True no update waits for step()")
-        if memory.step_during_backward
+        if models.profile.step_during_backward
         else Range(0, offloaded, speculates),
         "n_weight_only": Range(0, counts.n_speculate, "no other update is speculative"),
         "n_device_sum": Range(0, offloaded, sums) if memory.accumulates else Range(0, 0, "a step has one backward()"),
@@ -129,9 +129,7 @@ def changes_of(plan: Plan, profile: ModelProfile, models: Models) -> Iterator[Ch
     elif not plan.n_ckpt:
         impossible = "no block is recomputed"
     else:
-        switched = replace(plan, keep_attention=not plan.keep_attention)
-        inside = models.memory.step_during_backward
-        others = Models.of(switched, profile, models.hardware, step_during_backward=inside)
+        others = Models.of(replace(plan, keep_attention=not plan.keep_attention), profile, models.hardware)
         counts = within(counts, others)
     step = -1 if plan.keep_attention else 1
     switch = Change(knob="keep_attention", step=step, counts=counts, impossible=impossible)
@@ -146,7 +144,7 @@ def _effect(change: Change, models: Models, plan: Plan) -> Change:
     modes = models.modes(counts) if change.knob in ("n_swap", "n_ckpt", "n_ckpt_swap") else plan.block_modes
     return replace(
         change,
-        step_ms=models.runtime.step_ms(modes, counts),
+        step_ms=models.step_ms(modes, counts),
         slower_ms=models.slower_ms(modes, counts),
         device_bytes=models.memory.device_bytes(counts, modes),
         host_bytes=models.memory.host_bytes(counts, modes),

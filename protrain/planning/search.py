@@ -27,7 +27,6 @@ of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, benc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from math import inf
@@ -38,6 +37,7 @@ import numpy as np
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.fits import nothing_fits
 from protrain.planning.layout import pack
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.planning.ranges import ranges
@@ -85,8 +85,6 @@ def search(
     hardware: HardwareProfile,
     *,
     chunk_elements: int | None = None,
-    step_during_backward: bool = False,
-    known: Sequence[Plan] = (),
     n_starts: int = 12,
 ) -> Plan:
     """The plan for ``profile`` on ``hardware`` with the shortest step: see [Note: what a plan is judged by].
@@ -97,8 +95,6 @@ def search(
         profile: of the model and the batch.
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
         chunk_elements: size of a chunk; default: ``protrain.planning.layout.choose_chunk_elements``.
-        step_during_backward: plan for updates inside backward.
-        known: plans of the same model, which are additional starts.
         n_starts: the plans with which the race begins. From one start a search takes a third of the time, and finds
             plans that are up to 2% slower (eight models on H100s and RTX cards).
 
@@ -106,34 +102,28 @@ def search(
         PlanError: nothing fits. The error says what is needed, what there is, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
-    return _Search(profile, hardware, chunk_elements, n_starts, step_during_backward=step_during_backward).run(known)
+    return _Search(profile, hardware, chunk_elements, n_starts).run()
 
 
 class _Search:
     def __init__(
-        self,
-        profile: ModelProfile,
-        hardware: HardwareProfile,
-        chunk_elements: int | None,
-        n_starts: int,
-        *,
-        step_during_backward: bool,
+        self, profile: ModelProfile, hardware: HardwareProfile, chunk_elements: int | None, n_starts: int
     ) -> None:
         self._hardware = hardware
         self._n_starts = n_starts
         layout = pack(profile, chunk_elements, hardware.world_size)
         attends = any(block.attention_bytes for block in profile.blocks)
         self._models = {  # without kept attention, and with it if there is any
-            keeps: Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keeps)
+            keeps: Models(MemoryModel(profile.keeping_attention() if keeps else profile, hardware, layout))
             for keeps in ((False, True) if attends else (False,))
         }
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
         self._scores_ms: dict[tuple[bool, Counts], float] = {}
         self._roomy = cache(self._roomy_of)
 
-    def run(self, known: Sequence[Plan]) -> Plan:
+    def run(self) -> Plan:
         """The best plan that is found."""
-        racing = sorted({*self._grid(), *self._given(known)})[: self._n_starts]
+        racing = sorted({*self._grid()})[: self._n_starts]
         if not racing:
             raise nothing_fits(self._models[False].memory)
         for keeps in self._models:  # the best start races without kept attention and with it
@@ -168,12 +158,6 @@ class _Search:
                     best = sorted({*best, self._scored(False, counts, limit_ms)})[: self._n_starts]
         return best
 
-    def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
-        for plan in plans:
-            keeps = plan.keep_attention
-            if keeps in self._models and (counts := self._fitted(keeps, plan.counts)):
-                yield self._scored(keeps, counts)
-
     def _fitted(self, keeps: bool, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """The plan nearest to ``wanted`` that fits the memory, None if there is none.
 
@@ -193,7 +177,7 @@ class _Search:
         if most < 0:
             return None
         n_ckpt_swap = int(np.argmax(n_buffer >= min(enough, most)))  # the fewest
-        n_speculate = allowed["n_speculate"].nearest(wanted.n_speculate) if models.runtime.steps.speculates else 0
+        n_speculate = allowed["n_speculate"].nearest(wanted.n_speculate) if models.steps.speculates else 0
         n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
         n_weight_only, buffers = min(max(wanted.n_weight_only, least), n_speculate), int(n_buffer[n_ckpt_swap])
         return Counts(n_persist, buffers, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)

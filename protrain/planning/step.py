@@ -86,7 +86,7 @@ class Steps:
         self._hardware = hardware = memory.hardware
         self._memory = memory
         self.overlaps = hardware.device_type != "cpu"  # a CPU does one thing after the other
-        self.in_backward, self.accumulates = memory.step_during_backward, memory.accumulates
+        self.in_backward, self.accumulates = profile.step_during_backward, memory.accumulates
         element, world_size = profile.element_bytes, layout.world_size
         self.n_forward = len(profile.calls)  # the visits of forward, which those of backward follow
         visits = [*profile.calls, *reversed(profile.calls)]

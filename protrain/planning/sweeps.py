@@ -1,4 +1,4 @@
-"""Searches for many cases: several machines side by side, limits of device memory, and the deepest model that fits."""
+"""Searches for many cases: several machines side by side, batches, and the deepest model that fits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.answer import Answer
-from protrain.planning.fits import least_bytes, nothing_fits, some_plan_fits
+from protrain.planning.fits import nothing_fits, some_plan_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
 from protrain.profiler.model_profile import ModelProfile
 
-N_LIMITS = 12  # of device memory, in a frontier
+MOST_LAYERS = 512
 _CLEARLY = 1.005  # times as fast is worth another batch
 
 
@@ -57,7 +57,6 @@ def fastest_batches(
     *,
     first: int,
     n_sequences: int,
-    step_during_backward: bool = False,
 ) -> list[int]:
     """The sizes of batches by which a GPU may take ``n_sequences`` in a step, the fastest first.
 
@@ -69,7 +68,6 @@ def fastest_batches(
         hardware: the machine and its limits.
         first: the sequences of the batch to begin with, if a step has as many.
         n_sequences: of a step on each GPU.
-        step_during_backward: plan for updates inside backward.
 
     Returns:
         The sequences of every batch that was tried and fits. Those of the chosen batch come first.
@@ -80,7 +78,7 @@ def fastest_batches(
     def speed(batch: int) -> float:
         changed = replace(profile_of(batch), accumulation=n_sequences // batch)
         with suppress(PlanError):
-            plan = search(changed, hardware, step_during_backward=step_during_backward, n_starts=1)
+            plan = search(changed, hardware, n_starts=1)
             speeds[batch] = plan.tokens_per_s
         return speeds.get(batch, 0.0)
 
@@ -91,77 +89,6 @@ def fastest_batches(
         small //= 2
     batch = max(small, large, key=speed)
     return sorted(speeds, key=lambda tried: (tried != batch, -speeds[tried]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontierPoint(Record):
-    """The fastest plan under one limit of device memory."""
-
-    device_limit_bytes: int
-    plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frontier(Record):
-    """Plans by device memory, in ascending order of the limit."""
-
-    file_kind = "what `protrain plan --frontier --out` writes"
-
-    model: str
-    machine: str
-    points: tuple[FrontierPoint, ...]
-
-    def table(self) -> str:
-        """A table with one line for each limit."""
-        n_ranks = self.points[0].plan.world_size
-        memory = [per_gpu(f"{where} memory", n_ranks) for where in ("device", "host")]
-        rows = [[memory[0], "used", memory[1], "step time", "tokens/s", "plan"]]
-        for point in self.points:
-            plan = point.plan
-            used = [format_bytes(size) for size in (point.device_limit_bytes, plan.device_bytes, plan.host_bytes)]
-            rows.append([*used, format_ms(plan.step_ms), f"{plan.tokens_per_s:,.0f}", str(plan)])
-        return aligned(rows, WIDTH)
-
-
-def frontier(
-    profile: ModelProfile, hardware: HardwareProfile, *, n_limits: int = N_LIMITS, step_during_backward: bool = False
-) -> Frontier:
-    """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
-
-    The last limit is all the device memory there is, with the plan that ``search`` finds there. The others go from the
-    least that works towards what that plan uses. Every search below also starts from the plan of the limit before.
-    Plans are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host
-    as it was calibrated.
-
-    Raises:
-        PlanError: nothing fits ``hardware``.
-    """
-    whole = search(profile, hardware, step_during_backward=step_during_backward)
-    least = least_device_bytes(profile, hardware, step_during_backward=step_during_backward)
-    assert least is not None, "a plan fits, so the one that takes least does"
-    ratio = max(1.0, whole.device_bytes / least)
-    limits = {round(least * ratio ** (index / (n_limits - 1))) for index in range(n_limits - 1)}
-    points: list[FrontierPoint] = []
-    for limit in sorted(limits - {hardware.device_bytes}):
-        machine, before = replace(hardware, device_bytes=limit), [point.plan for point in points[-1:]]
-        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-        points.append(FrontierPoint(device_limit_bytes=limit, plan=plan))
-    points.append(FrontierPoint(device_limit_bytes=hardware.device_bytes, plan=whole))
-    return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
-
-
-def least_device_bytes(
-    profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-) -> int | None:
-    """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
-    memory = MemoryModel(
-        profile, hardware, pack(profile, world_size=hardware.world_size), step_during_backward=step_during_backward
-    )
-    device, host = least_bytes(memory)
-    return min(device[host <= hardware.host_bytes].tolist(), default=None)
-
-
-MOST_LAYERS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +125,6 @@ def largest(
     hardware: HardwareProfile,
     *,
     most_layers: int = MOST_LAYERS,
-    step_during_backward: bool = False,
 ) -> Largest:
     """The deepest model with a plan on ``hardware``.
 
@@ -206,7 +132,6 @@ def largest(
         profile_of: the profile of the model with so many layers.
         hardware: the machine and its limits.
         most_layers: where to stop looking.
-        step_during_backward: plan for updates inside backward.
 
     Raises:
         PlanError: not even one layer fits.
@@ -215,8 +140,7 @@ def largest(
     @cache
     def memory(layers: int) -> MemoryModel:
         profile = profile_of(layers)
-        layout = pack(profile, world_size=hardware.world_size)
-        return MemoryModel(profile, hardware, layout, step_during_backward=step_during_backward)
+        return MemoryModel(profile, hardware, pack(profile, world_size=hardware.world_size))
 
     low, high = 0, most_layers + 1  # low fits, and high does not
     while high - low > 1:
@@ -225,7 +149,7 @@ def largest(
     if not low:
         raise nothing_fits(memory(1))
     chosen = memory(low).profile
-    plan = search(chosen, hardware, step_during_backward=step_during_backward)
+    plan = search(chosen, hardware)
     return Largest(
         machine=hardware.name,
         layers=low,

@@ -1,8 +1,9 @@
 """Profiles that follow from those of the same model with fewer blocks.
 
-[Note: more blocks] The blocks of a named shape are equal, so a trace of four of them has seen all that there is to see.
-What it recorded of the third is repeated, under the names and at the places that further blocks have. Each block adds
-the same to what is alive after it. The result is, number by number, the profile of a trace of all blocks.
+[Note: more blocks] The blocks of most language models differ in nothing but their numbers, so a trace of four of them
+has seen all that there is to see. What it recorded of the third is repeated, under the names and at the places that
+further blocks have. Each block adds the same to what is alive after it. The result is, number by number, the profile of
+a trace of all blocks. If the second and the third block turn out to differ, all of them must be traced.
 """
 
 from __future__ import annotations
@@ -13,27 +14,80 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
+from protrain.common.parameters import unmanaged_memory
+from protrain.profiler.blocks import find_blocks
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.operations import storages_in
 
 TRACED_BLOCKS = 4  # enough for one that has neighbours of its kind on both sides, and another to compare it with
 _REPEATED = 2
 _Item = TypeVar("_Item")
 _Named = TypeVar("_Named", ParameterRecord, BlockRecord)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def with_blocks(profile: ModelProfile, n_blocks: int, *, buffer_bytes: int = 0) -> ModelProfile:
-    """``profile``, of ``TRACED_BLOCKS`` blocks, as that of the same model with ``n_blocks``, which are no fewer.
+def keep_few_blocks(model: nn.Module) -> int:
+    """Cut ``model`` down to ``TRACED_BLOCKS`` blocks if all of its blocks are alike: see [Note: more blocks].
+
+    Returns:
+        The number of blocks that it has lost.
+    """
+    paths = find_blocks(model)
+    found = model.get_submodule(paths[0].rpartition(".")[0]) if paths else None
+    if not isinstance(found, nn.ModuleList) or len(found) != len(paths) or len(paths) <= TRACED_BLOCKS:
+        return 0
+    n_parameters = len(list(found.parameters()))  # fewer if blocks share any
+    shares = n_parameters != len(found) * len(list(found[0].parameters()))
+    if shares or not all(_alike(found[0], block, number) for number, block in enumerate(found)):
+        return 0
+    del found[TRACED_BLOCKS:]
+    return len(paths) - TRACED_BLOCKS
+
+
+def _alike(first: nn.Module, block: nn.Module, number: int) -> bool:
+    """Whether the modules of ``block`` differ from those of the ``first`` in nothing but its ``number``."""
+    ones, others = dict(first.named_modules()), dict(block.named_modules())
+    if ones.keys() != others.keys() or any(_form(ones[path]) != _form(others[path]) for path in ones):
+        return False
+    values = (
+        (value, vars(others[path]).get(name))
+        for path, module in ones.items()
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN)
+    )
+    return all(one == other or (one, other) == (0, number) for one, other in values)
+
+
+def _form(module: nn.Module) -> tuple[Any, ...]:
+    """The class of ``module``, and the names, shapes and types of its tensors."""
+    held = {**module._parameters, **module._buffers}.items()
+    return type(module), [(name, each.shape, each.dtype, each.requires_grad) for name, each in held if each is not None]
+
+
+def repeats(profile: ModelProfile) -> bool:
+    """Whether the blocks of ``profile``, of a model that was cut down, are equal and can be repeated."""
+    before, repeated = profile.blocks[_REPEATED - 1 : _REPEATED + 1]
+    return replace(before, name=repeated.name) == repeated and len(profile.calls) == len({*profile.calls})
+
+
+def with_more_blocks(profile: ModelProfile, more: int, model: nn.Module) -> ModelProfile:
+    """``profile``, of ``TRACED_BLOCKS`` blocks unless ``more`` is 0, as that of the same model with ``more`` blocks.
 
     See [Note: more blocks].
 
     Args:
-        profile: counted on the meta device. Blocks are numbered in their names, and each is called once.
-        n_blocks: of the deeper model.
-        buffer_bytes: of one block.
+        profile: counted on the meta device. Blocks are numbered in their names, and it ``repeats``.
+        more: how many blocks the deeper model has beyond these.
+        model: of which the profile is.
     """
-    more = n_blocks - TRACED_BLOCKS
-    before, repeated = profile.blocks[_REPEATED - 1 : _REPEATED + 1]
-    assert replace(before, name=repeated.name) == repeated, f"{before.name} and {repeated.name} are not equal"
+    if not more:
+        return profile
+    *_, before, last = (storages_in(unmanaged_memory(model.get_submodule(block.name))) for block in profile.blocks)
+    buffer_bytes = sum(size for storage, size in last.items() if storage not in before)
+    repeated = profile.blocks[_REPEATED]
     path = re.escape(repeated.name.rpartition(".")[0])
 
     def renamed(name: str, by: int) -> str:

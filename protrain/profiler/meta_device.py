@@ -1,8 +1,4 @@
-"""Makes the meta device behave like a GPU in a trace: fused attention, and answers to questions about values.
-
-For most operators torch works out in Python what they return on the meta device, which takes most of the time of a
-trace. A trace calls many thousands, nearly all of them alike. So the answers are remembered (``_Results``).
-"""
+"""Makes the meta device behave like a GPU in a trace: fused attention, and answers to questions about values."""
 
 from __future__ import annotations
 
@@ -13,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.dispatch import RuntimeMode
-from protrain.profiler.operations import storage_key, storages_in
 
 _USUAL = F.scaled_dot_product_attention
 
@@ -76,38 +71,33 @@ class KnownIntegers:
     """
 
     def __init__(self) -> None:
-        self._values = WeakIdKeyDictionary()
+        self.values = WeakIdKeyDictionary()  # from a tensor whose values are known to these
         self._most = 0  # elements of a tensor that is followed: twice as many as the batch's largest, and so no mask
 
     def moved(self, tensor: Tensor) -> Tensor:
         """``tensor``, which a batch has, on the meta device."""
         on_meta = tensor.to("meta")
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
-            self._values[on_meta] = tensor.cpu()
+            self.values[on_meta] = tensor.cpu()
             self._most = max(self._most, 2 * tensor.numel())
         return on_meta
 
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """The values of ``tensor``, or None."""
-        value: Tensor | None = self._values.get(tensor)
-        return value
-
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note the values of the ``result`` of ``func``, if they follow from those that are known."""
-        if not self._values or getattr(func, "namespace", "") != "aten":
+        if not self.values or getattr(func, "namespace", "") != "aten":
             return
         if func._schema.is_mutable:  # a tensor that is changed may have views
-            if any(tensor in self._values for tensor in tensors_in((args, kwargs))):
-                self._values.clear()
+            if any(tensor in self.values for tensor in tensors_in((args, kwargs))):
+                self.values.clear()
         elif isinstance(result, Tensor) and not result.is_floating_point() and result.numel() <= self._most:
             given = tensors_in((args, kwargs))
-            if given and all(tensor in self._values for tensor in given):
+            if given and all(tensor in self.values for tensor in given):
                 args, kwargs = map_leaves(self._on_cpu, (args, kwargs))
-                self._values[result] = func(*args, **kwargs)
+                self.values[result] = func(*args, **kwargs)
 
     def _on_cpu(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return self._values[leaf]
+            return self.values[leaf]
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
@@ -120,7 +110,6 @@ class _Values(RuntimeMode):
     def __init__(self, known: KnownIntegers) -> None:
         super().__init__()
         self._known = known
-        self._results = _Results()
         self._any_results = WeakIdKeyDictionary()  # results of any()
 
     def __torch_dispatch__(
@@ -128,79 +117,13 @@ class _Values(RuntimeMode):
     ) -> Any:
         """Run ``func``, unless it asks for a value."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            value = self._known.of(args[0])
+            value = self._known.values.get(args[0])
             if value is not None:
                 return value.item()
             return args[0] not in self._any_results if args[0].dtype == torch.bool else 1
-        result = self._results.of(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func._overloadpacket is torch.ops.aten.any:
             self._any_results[result] = True
-        self._known.follow(func, args, kwargs or {}, result)
+        self._known.follow(func, args, kwargs, result)
         return result
-
-
-class _Results:
-    """What operators return on the meta device, remembered for the next call with the same kind of arguments.
-
-    A meta tensor has no values. So if an operator of torch returns new meta tensors, their shapes, strides and types
-    follow from those of its tensors, from its other arguments and from torch's default type. An operator that changes
-    a tensor or returns a view is always run, and so is one that is given a tensor with values.
-    """
-
-    def __init__(self) -> None:
-        # from an operator and its described arguments to the shape, strides and type of each tensor that it returns
-        self._known: dict[Any, list[tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
-
-    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of ``func``, which is run unless the result is known."""
-        if getattr(func, "namespace", "") not in ("aten", "prims") or func.is_view or func._schema.is_mutable:
-            return func(*args, **kwargs)
-        try:
-            call = func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items()))
-            known = self._known.get(call)
-        except TypeError:
-            return func(*args, **kwargs)
-        if known is not None:
-            made = [_empty(*part) for part in known]
-            return made[0] if len(func._schema.returns) == 1 else tuple(made)
-        result = func(*args, **kwargs)
-        parts = result if isinstance(result, tuple) else (result,)
-        if all(map(_is_plain, parts)) and _have_own_storages(parts, args, kwargs):
-            self._known[call] = [(part.shape, part.stride(), part.dtype) for part in parts]
-        return result
-
-
-def _described(tree: Any) -> Any:
-    """``tree`` with a description in place of each meta tensor.
-
-    Raises:
-        TypeError: it holds a tensor that has values or is of a class of its own.
-    """
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return tuple([_described(part) for part in tree])
-    if not isinstance(tree, Tensor):
-        return kind, tree  # with the type, because 1 equals 1.0 and True
-    if not _is_plain(tree):
-        raise TypeError(f"{kind.__name__} on {tree.device}")
-    return tree.shape, tree.stride(), tree.storage_offset(), tree.dtype
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether ``leaf`` is a meta tensor of which shape, strides and type say all."""
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.is_meta and leaf.layout is torch.strided
-
-
-def _have_own_storages(made: tuple[Tensor, ...], args: Any, kwargs: Any) -> bool:
-    """Whether each of ``made`` has a storage of its own, of just the size that it needs."""
-    keys = [storage_key(part) for part in made]
-    if len({*keys}) < len(keys) or not {*keys}.isdisjoint(storages_in((args, kwargs))):
-        return False
-    return all(
-        part.untyped_storage().nbytes() == _empty(part.shape, part.stride(), part.dtype).untyped_storage().nbytes()
-        for part in made
-    )
-
-
-def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

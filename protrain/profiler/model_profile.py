@@ -129,6 +129,7 @@ class ModelProfile(Record):
     # The rest says how the model is trained. The trace does not depend on it.
     accumulation: int = 1  # micro-batches (backward() calls) in a step
     moment_dtype: str = "float32"  # the type of Adam's two moments: "float32" or "bfloat16"
+    step_during_backward: bool = False  # whether updates are made inside backward
 
     def __post_init__(self) -> None:
         """Refuse a step without micro-batches."""

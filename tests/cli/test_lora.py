@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.main import main
-from protrain.cli.models import read_architecture
-from protrain.cli.trained import choose_trained
+from protrain.cli.models import choose_trained, read_architecture
+from protrain.cli.options import parse_lora
 from tests.tiny_models import config_of
 
 transformers = pytest.importorskip("transformers")
@@ -34,10 +33,10 @@ def test_a_plan_counts_two_bytes_for_a_frozen_parameter(tmp_path: Path, capsys: 
 
 
 def test_the_words_of_lora_are_read() -> None:
-    assert parse_lora("r=8") == Lora(r=8, alpha=32, targets="all-linear", dropout=0.0)
-    assert parse_lora("alpha=4,targets=q_proj+v_proj,dropout=0.1") == Lora(
-        r=16, alpha=4, targets="q_proj+v_proj", dropout=0.1
-    )
+    usual = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "lora_dropout": 0.0}
+    assert parse_lora("r=8") == {**usual, "r": 8}
+    own = {"lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}
+    assert parse_lora("alpha=4,targets=q_proj+v_proj,dropout=0.1") == {**usual, **own}
     model = choose_trained(read_architecture("tiny"), "r=2,targets=q_proj+v_proj", ()).model
     trained = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {f"base_model.model.model.layers.{i}.self_attn.{part}_proj" for i in range(4) for part in "qv"}

@@ -74,8 +74,8 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["trian"], "invalid choice: 'trian'"),
         (["plan", "tiny", "--acumulation=2"], "unrecognized arguments: --acumulation=2"),
         (["plan", "tiny", "--batch", "0"], "--batch: must be between 1 and 65536, not 0"),
-        (["plan", "tiny", "--batch", "x"], "--batch: must be a whole number, not 'x'"),
-        (["plan", "tiny", "--device-memory", "lots"], "--device-memory: must be a number of bytes"),
+        (["plan", "tiny", "--batch", "x"], "--batch: invalid int value: 'x'"),
+        (["plan", "tiny", "--hardware", "h100", "--device-memory", "lots"], "device_memory must be a number of bytes"),
         (["plan", "tiny", "--dtype", "int8"], "invalid choice: 'int8'"),
         (
             ["plan", "tinny", "--hardware", "h100"],
@@ -111,7 +111,7 @@ def test_a_bad_argument_is_named_with_status_2(
 def test_a_torch_that_cannot_be_imported_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "protrain.cli.calibrate_run", raising=False)
+    monkeypatch.delitem(sys.modules, "protrain.cli.runs", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     status, out, err = run(capsys, "calibrate", "--device", "cpu")
     assert (status, out) == (2, "")

@@ -15,7 +15,7 @@ import torch
 from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import check_positions, read_architecture
-from protrain.cli.shapes import SHAPES, named, shape_config
+from protrain.cli.shapes import SHAPES, named
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -268,10 +268,9 @@ BILLIONS = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_has_its_size_and_takes_its_default_sequence(name: str) -> None:
-    config = shape_config(SHAPES[name])
+def test_a_shape_has_its_size_and_no_special_tokens(name: str) -> None:
+    config = transformers.AutoConfig.for_model(**SHAPES[name])
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=1e-3)
-    assert SHAPES[name].sequence <= config.max_position_embeddings
     assert model.generation_config.eos_token_id is None

@@ -18,13 +18,12 @@ import protrain
 from protrain.cli import plan_run
 from protrain.cli.commands import build_parser
 from protrain.cli.main import main
-from protrain.cli.models import read_architecture
+from protrain.cli.models import adamw, read_architecture
 from protrain.cli.plan_machine import machine_of, other_machines
-from protrain.cli.plan_text import summary_text, timeline_text
-from protrain.cli.trained import adamw
+from protrain.cli.plan_shown import summary_text, timeline_text
 from protrain.common.errors import PlanError
 from protrain.hardware.shipped import load
-from protrain.planning import Answer, Frontier, Largest, Plan, evaluate, explain, search
+from protrain.planning import Answer, Largest, Plan, evaluate, explain, search
 from protrain.planning.answer import Job
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from tests.cli.test_main import run
@@ -269,9 +268,8 @@ def test_a_picture_of_a_step_is_drawn(more: list[str], tmp_path: Path, capsys: p
     [
         (["--picture", "pipe"], "--picture: pipe is no regular file"),
         (["--out", "pipe"], "--out: pipe is no regular file: give one; results can be piped with --json"),
-        (["--picture", "step.docx"], "--picture: step.docx must end in one of"),
-        (["--max-model", "--picture", "step.png"], "--picture goes with a plan or --frontier"),
-        (["--max-model", "--frontier"], "not allowed with argument"),
+        (["--max-model", "--picture", "step.png"], "--picture shows a step of one plan"),
+        (["--max-model", "--explain"], "not allowed with argument"),
         (["--step-during-backward", "--dtype", "float16"], "does not work with float16, as `wrap` says: use --dtype"),
     ],
 )
@@ -300,21 +298,7 @@ def test_a_result_that_cannot_be_written_is_printed(
     assert f"--out: cannot write {tmp_path}/plan.json: No space left on device" in err
 
 
-# -- frontier and largest model ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_frontier_is_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    picture, out = tmp_path / "frontier.png", tmp_path / "frontier.json"
-    argv = [*TINY, *TIGHT, "--frontier", "--picture", str(picture), "--out", str(out)]
-    status, text, err = run(capsys, *argv)
-    assert status == 0, err
-    points = Frontier.load(out).points
-    assert len(points) >= 8
-    assert points[-1].device_limit_bytes == 150 * 1024**2
-    assert sum("n_persist=" in line for line in text.splitlines()) == len(points)
-    assert dark_pixels(picture).any()
+# -- the largest model -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -359,15 +343,8 @@ def test_a_plan_feeds_wrap_which_explains_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_optimizer_explains_its_own_way_of_updating(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def noted(*args: Any, **options: Any) -> Answer:
-        asked.append(options)
-        return explain(*args, **options)
-
-    monkeypatch.setattr("protrain.optim.optimizer.explain", noted)
+def test_an_optimizer_explains_its_own_way_of_updating(inside: bool) -> None:
     model, how = nn.Linear(64, 64), {"device": "cpu", "step_during_backward": inside, "progress": False}
     given = torch.optim.AdamW(model.parameters())
-    protrain.wrap(model, given, example_batch=(torch.zeros(2, 64),), **how)[1].explain()  # type: ignore[arg-type]
-    assert asked == [{"step_during_backward": inside}]
+    optimizer = protrain.wrap(model, given, example_batch=(torch.zeros(2, 64),), **how)[1]  # type: ignore[arg-type]
+    assert optimizer.explain().updates_in_backward is inside

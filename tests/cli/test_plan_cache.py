@@ -65,7 +65,6 @@ for words in json.loads(sys.argv[1]):
         pytest.param(
             [
                 ["--hardware", "a100", "--explain"],
-                ["--hardware", "a100", "--frontier"],
                 ["--compare", "a100x1,h100x8x2"],
             ],
             marks=pytest.mark.slow,

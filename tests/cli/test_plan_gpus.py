@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protrain.hardware.shipped import load
-from protrain.planning import Comparison, Frontier, Plan
+from protrain.planning import Comparison, Plan
 from tests.cli.test_main import run
 from tests.cli.test_plan import TINY, by_label
 
@@ -43,15 +43,8 @@ def test_several_gpus_share_the_states_and_the_host(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_other_answers_are_for_several_gpus_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two, file = [*TINY, *TIGHT, "--gpus", "2"], tmp_path / "frontier.json"
-    status, out, err = run(capsys, *two, "--frontier", "--out", str(file))
-    assert status == 0, err
-    assert "2 GPUs with 1/2 of the states each" in " ".join(out.split())
-    assert "host memory a GPU" in out
-    assert max(map(len, out.splitlines())) <= 80
-    assert {point.plan.world_size for point in Frontier.load(file).points} == {2}
-    status, out, err = run(capsys, *two, "--explain")
+def test_other_answers_are_for_several_gpus_too(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *TINY, *TIGHT, "--gpus", "2", "--explain")
     assert status == 0, err
     assert "device memory a GPU" in out
     assert max(map(len, out.splitlines())) <= 80
@@ -68,14 +61,12 @@ def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pyt
     )
     assert "gathers 1.25 GB/s (composed), reductions 0.938 GB/s (composed)" in " ".join(out.split())
     assert "of the 403 MiB" in out, "each node has all of --host-memory, for two GPUs"
-    for what in ("--frontier", "--max-model"):
-        found = run(capsys, *nodes, what, "--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "24MiB")
-        assert found[0] == 0, found[2]
-        said = " ".join(found[1].split())
-        assert said.startswith(
-            "2 nodes of NVIDIA GeForce RTX 3090 in a machine with 24 MiB of RAM (as given), 8 GB/s of"
-        )
-        assert "world_size=4" in found[1]
+    limits = ["--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "24MiB"]
+    status, out, err = run(capsys, *nodes, "--max-model", *limits)
+    assert status == 0, err
+    machine = "2 nodes of NVIDIA GeForce RTX 3090 in a machine with 24 MiB of RAM (as given), 8 GB/s of"
+    assert " ".join(out.split()).startswith(machine)
+    assert "world_size=4" in out
     status, _, err = run(capsys, "plan", "tiny", "--device", "cpu", "--nodes", "2", "--batch", "1", "--seq", "16")
     assert (status, "give --network-gbps" in err) == (2, True)
 
@@ -120,10 +111,8 @@ def test_machines_are_compared_in_one_table(
         (["--hardware", "8xH100"], "no hardware profile '8xH100': give"),
         (["--hardware", "h100x8"], "rtx5090; --gpus N takes several"),
         (["--compare", "h100x1", "--gpus", "2"], "leave out --hardware, --gpus and --nodes"),
-        (["--compare", "h100x1", "--frontier"], "not allowed with argument"),
+        (["--compare", "h100x1", "--explain"], "not allowed with argument"),
         (["--nodes", "0"], "--nodes: must be at least 1, not 0"),
-        (["--hardware", "h100", "--gpus", "2", "--network-gbps", "8"], "between nodes, and there is one node"),
-        (["--compare", "h100x2,a100x4", "--network-gbps", "8"], "between nodes, and there is one node"),
         (["--nodes", "2", "--network-gbps", "0"], "--network-gbps: must be at least 0.001, not 0"),
     ],
 )

@@ -22,7 +22,7 @@ def test_what_is_said_of_a_family_is_what_it_does(name: str) -> None:
         torch.manual_seed(0)
         model = family.make().eval()
         first, other, second = torch.randint(10, 96, (3, 1, LENGTH))
-    loaded = LoadedModel(model=model, folder=None, sequence=2 * LENGTH)
+    loaded = LoadedModel(model=model, folder=None)
 
     def says_of_second(before: Tensor) -> Tensor:
         ids = torch.cat([before, second], dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import protrain
 import protrain.checkpoint.export as exporting
-from protrain.cli import trained
+from protrain.cli import models
 from protrain.cli.main import main
 from tests.distributed.pool import import_in_pools, on_ranks
 from tests.distributed.test_bits import SPECS, of_family
@@ -118,7 +118,7 @@ def wrapped(folder: str, ids: torch.Tensor) -> tuple[Any, Any]:
         peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"), model)
     return protrain.wrap(
         model,
-        trained.adamw(model),
+        models.adamw(model),
         example_batch={"input_ids": ids, "labels": ids},
         device="cpu",
         device_memory="1MiB",

@@ -91,10 +91,8 @@ FEW_PLANS = (
 )
 
 
-def make_plan(
-    spec: Spec, profile: ModelProfile, device: torch.device, *, inside: bool = False, world_size: int = 1
-) -> Plan:
-    """The plan that ``spec`` means for the model of ``profile``; with ``inside`` it has no speculative updates."""
+def make_plan(spec: Spec, profile: ModelProfile, device: torch.device, *, world_size: int = 1) -> Plan:
+    """The plan that ``spec`` means for the model of ``profile``."""
     hardware = detect(device, device_memory="4GiB", host_memory="4GiB")
     hardware = dataclasses.replace(hardware, world_size=world_size)
     largest = max(padded(parameter.numel) for parameter in profile.parameters)
@@ -105,7 +103,7 @@ def make_plan(
     memory, away = MemoryModel(profile, hardware, layout), n_chunks - n_persist
     least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
     modes = tuple(_MODES[spec.modes[index % len(spec.modes)]] for index in range(len(profile.blocks)))
-    n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
+    n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not profile.step_during_backward else 0
     n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0
     plan = evaluate(
         profile,
@@ -121,16 +119,14 @@ def make_plan(
         stream=spec.stream,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,
-        step_during_backward=inside,
     )
     plan = dataclasses.replace(plan, block_modes=modes, pack_swaps=(spec.packed,) * len(modes))
-    return check(plan, profile, hardware, step_during_backward=inside)
+    return check(plan, profile, hardware)
 
 
 def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
     """Host memory with which ``plan``, with updates inside backward, has the fewest shared gradient buffers."""
-    layout = layout_of(profile, plan)
-    memory = MemoryModel(profile, detect(device), layout, step_during_backward=True)
+    memory = MemoryModel(profile, detect(device), layout_of(profile, plan))
     return memory.least_host_bytes(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 
@@ -155,12 +151,11 @@ def wrap_under(
     updates inside backward can do with, and so does a plan for several batches a step.
     """
     profile = shared_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
-    asked = {"accumulation": options.get("accumulation", 1), "moment_dtype": options.get("moment_dtype", "float32")}
-    profile = dataclasses.replace(profile, **asked)
-    inside = bool(options.get("step_during_backward"))
-    plan = make_plan(spec, profile, device, inside=inside, world_size=world_size)
+    training = ("accumulation", "moment_dtype", "step_during_backward")
+    profile = dataclasses.replace(profile, **{name: options[name] for name in training if name in options})
+    plan = make_plan(spec, profile, device, world_size=world_size)
     host_memory: int | str = "4GiB"
-    if tight_host and inside:
+    if tight_host and profile.step_during_backward:
         host_memory = least_host_bytes(plan, profile, device)
     elif tight_host or profile.accumulation > 1:
         host_memory = plan.host_bytes * world_size  # which share it

@@ -73,12 +73,12 @@ def texts(*columns: str, count: int = 24) -> Any:
 
 
 def data_of(arguments: dict[str, Any], *columns: str) -> tuple[Any, Any]:
-    """Rows to train on and to evaluate on: made-up ones, or those of a folder that ``arguments`` name, as a stream."""
+    """Rows to train on and to evaluate on: made-up ones, or those of a folder that ``arguments`` name."""
     import datasets
 
-    saved, stream = arguments.pop("data", None), arguments.pop("stream", False)
+    saved = arguments.pop("data", None)
     data = datasets.load_from_disk(saved) if saved else texts(*columns)
-    return data.to_iterable_dataset() if stream else data, data.select(range(4))
+    return data, data.select(range(4))
 
 
 def is_before(library: str, version: str) -> bool:

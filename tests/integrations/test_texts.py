@@ -1,4 +1,4 @@
-"""A plan holds for the row of the most tokens, which may be one of few characters, or come from a stream of TRL."""
+"""A plan holds for the row of the most tokens, which may be one of few characters."""
 
 from __future__ import annotations
 
@@ -27,19 +27,14 @@ def texts(client: str) -> Any:
     return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize(
-    ("client", "max_length", "longest"), [("SFT", None, 11), ("SFT", 8, 8), ("DPO", None, 18), ("DPO", 15, 15)]
-)
-def test_the_row_of_the_most_tokens_is_planned_for(
-    client: str, max_length: int | None, longest: int, tmp_path: Path
-) -> None:
-    """In every column it is as long as any. Rows of a stream are cut to a length."""
+@pytest.mark.parametrize(("client", "longest"), [("SFT", 11), ("DPO", 18)])
+def test_the_row_of_the_most_tokens_is_planned_for(client: str, longest: int, tmp_path: Path) -> None:
+    """In every column it is as long as any."""
     prepare(client, tmp_path)
     texts(client).save_to_disk(tmp_path / "data")
-    stream: dict[str, Any] = {} if max_length is None else {"stream": True, "max_length": max_length}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make(client, tmp_path, on_protrain=True, data=str(tmp_path / "data"), **stream, **UNSAVED)
+        trainer = make(client, tmp_path, on_protrain=True, data=str(tmp_path / "data"), **UNSAVED)
         trainer.train()
     assert not [one for one in caught if "nobody knows" in str(one.message)]
     rows = 4 if client == "DPO" else 2

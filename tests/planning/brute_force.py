@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import MemoryModel, Plan, RuntimeModel, block_modes, check, search
+from protrain.planning import MemoryModel, Models, Plan, block_modes, check, search
 from protrain.planning.layout import pack
 from protrain.planning.plan import Counts, Modes
 from protrain.planning.predict import CLIPPED
@@ -151,7 +151,7 @@ class Faster(NamedTuple):
 def every_plan(memory: MemoryModel) -> Iterator[Counts]:
     """The counts of all plans that fit ``memory``'s machine."""
     hardware, n_blocks, n_chunks = memory.hardware, len(memory.profile.blocks), len(memory.layout.chunks)
-    runtime = RuntimeModel(memory)
+    models = Models(memory)
     for n_swap, n_ckpt, n_ckpt_swap in product(range(n_blocks + 1), repeat=3):
         if n_swap + n_ckpt > n_blocks or n_ckpt_swap > n_ckpt:
             continue
@@ -162,7 +162,7 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
             least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
             updates = [  # the same whatever buffers there are
                 (n_speculate, n_weight_only)
-                for n_speculate in range(n_chunks - n_persist + 1 if runtime.steps.speculates else 1)
+                for n_speculate in range(n_chunks - n_persist + 1 if models.steps.speculates else 1)
                 for n_weight_only in range(n_speculate + 1)
                 if memory.host_bytes(
                     Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum), modes
@@ -186,12 +186,12 @@ def margin(counts: Counts, n_chunks: int, *, keep_attention: bool = False) -> fl
     return 1 + moving + sum(share for name, share in MUST_GAIN.items() if used[name])
 
 
-def mean_ms(runtime: RuntimeModel, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
+def mean_ms(models: Models, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
     """Milliseconds of a step where a few are clipped, or infinite if computing alone takes ``limit_ms``."""
-    step_ms = runtime.step_ms(modes, counts, limit_ms=limit_ms)
+    step_ms = models.step_ms(modes, counts, limit_ms=limit_ms)
     if not counts.n_speculate or step_ms >= limit_ms:
         return step_ms
-    return step_ms + CLIPPED * (runtime.step_ms(modes, counts._replace(n_speculate=0, n_weight_only=0)) - step_ms)
+    return step_ms + CLIPPED * (models.step_ms(modes, counts._replace(n_speculate=0, n_weight_only=0)) - step_ms)
 
 
 def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = False) -> Faster | None:
@@ -199,8 +199,8 @@ def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = Fals
 
     ``memory`` is of the profile that keeps attention where ``keep_attention`` says so.
     """
-    runtime, n_blocks = RuntimeModel(memory), len(memory.profile.blocks)
-    found_ms = mean_ms(runtime, found.block_modes, found.counts)
+    models, n_blocks = Models(memory), len(memory.profile.blocks)
+    found_ms = mean_ms(models, found.block_modes, found.counts)
     limit_ms = found_ms * margin(found.counts, found.n_chunks, keep_attention=found.keep_attention) / CLOSE
     best, n_plans, is_there = None, 0, False
     for counts in every_plan(memory):
@@ -208,7 +208,7 @@ def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = Fals
         n_plans += 1
         share = margin(counts, len(memory.layout.chunks), keep_attention=keep_attention)
         modes = block_modes(n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
-        step_ms = mean_ms(runtime, modes, counts, limit_ms=limit_ms / share)
+        step_ms = mean_ms(models, modes, counts, limit_ms=limit_ms / share)
         if step_ms * share < limit_ms:
             limit_ms, best = step_ms * share, Faster(step_ms, counts)
     same_kind = keep_attention is found.keep_attention
@@ -217,17 +217,16 @@ def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = Fals
     return best
 
 
-def check_search(profile: ModelProfile, hardware: HardwareProfile, *, inside: bool = False) -> Plan:
+def check_search(profile: ModelProfile, hardware: HardwareProfile) -> Plan:
     """The plan that the search finds, after no other plan turned out to be better, with and without kept attention."""
-    found = search(profile, hardware, chunk_elements=N, step_during_backward=inside)
+    found = search(profile, hardware, chunk_elements=N)
     assert found.device_bytes <= hardware.device_bytes
     assert found.host_bytes <= hardware.host_bytes
-    assert check(found, profile, hardware, step_during_backward=inside) == found
+    assert check(found, profile, hardware) == found
     keeps = (False, True) if any(block.attention_bytes for block in profile.blocks) else (False,)
     for keep in keeps:
         kept = profile.keeping_attention() if keep else profile
-        layout = pack(profile, N, hardware.world_size)
-        memory = MemoryModel(kept, hardware, layout, step_during_backward=inside)
+        memory = MemoryModel(kept, hardware, pack(profile, N, hardware.world_size))
         better = faster_than(found, memory, keep_attention=keep)
         assert better is None, f"{better} beats {found.step_ms} ms of {found.counts}"
     return found

@@ -5,21 +5,20 @@ The profile that ships may be replaced by another machine's, with which the same
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning import predict
 
 H100 = HardwareProfile.load(Path(__file__).with_name("h100.json"))
 
 
 def judge_as_calibrated(patch: pytest.MonkeyPatch) -> None:
     """Let searches make plans for the host as it was calibrated, not for a slower one."""
-    predictions = importlib.import_module("protrain.planning.predict")  # the package has a function of the same name
-    patch.setattr(predictions, "slower_share", lambda hardware: 1.0)
+    patch.setattr(predict, "slower_share", lambda hardware: 1.0)
 
 
 def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:

@@ -8,7 +8,7 @@ from typing import Any
 
 from protrain.common.tables import parse_memory
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import MemoryModel, RuntimeModel, pack
+from protrain.planning import MemoryModel, Models, pack
 from protrain.planning.plan import Counts
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -155,7 +155,7 @@ def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfi
 
 
 def placed(n_persist: int, n_buffer: int, n_speculate: int = 0, n_weight_only: int = 0) -> Counts:
-    """Counts of a runtime model's call, which takes the blocks' modes apart from them."""
+    """Counts for a prediction, which takes the blocks' modes apart from them."""
     return Counts(n_persist, n_buffer, n_swap=0, n_ckpt=0, n_speculate=n_speculate, n_weight_only=n_weight_only)
 
 
@@ -164,6 +164,6 @@ def busy_ms(timeline: Timeline, lane: int) -> float:
     return sum(operation.end_ms - operation.start_ms for operation in timeline.operations if operation.lane == lane)
 
 
-def model_of(profile: ModelProfile, hardware: HardwareProfile = MACHINE, **options: Any) -> RuntimeModel:
-    """The runtime model of a :func:`chain`. ``options`` are those of its memory model."""
-    return RuntimeModel(MemoryModel(profile, hardware, pack(profile, N, hardware.world_size), **options))
+def model_of(profile: ModelProfile, hardware: HardwareProfile = MACHINE, **options: Any) -> Models:
+    """The predictions for a :func:`chain`. ``options`` are those of its memory model."""
+    return Models(MemoryModel(profile, hardware, pack(profile, N, hardware.world_size), **options))

@@ -84,7 +84,7 @@ def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: 
     if counts.get("n_persist") == 6:
         counts = {**counts, "n_buffer": 0}
     plan = hand_made(traced, hardware, **counts)
-    why = explain(plan, traced, hardware, step_during_backward=inside)
+    why = explain(plan, replace(traced, step_during_backward=inside), hardware)
     for phase in why.phases:
         assert phase.compute_ms + sum(phase.waits_ms.values()) == pytest.approx(phase.length_ms, abs=1e-6)
     assert sum(phase.length_ms for phase in why.phases) == pytest.approx(why.fitting.step_ms)
@@ -154,7 +154,8 @@ def test_impossible_knobs_say_why_and_others_take_along_what_they_need() -> None
     traced, hardware = make_profile(), machine(16384)
 
     def changes(inside: bool = False, **counts: int) -> tuple[Change, ...]:
-        return explain(hand_made(traced, hardware, **counts), traced, hardware, step_during_backward=inside).changes
+        plan = hand_made(traced, hardware, **counts)
+        return explain(plan, replace(traced, step_during_backward=inside), hardware).changes
 
     resident = changes(n_persist=6, n_buffer=0)
     assert found(resident, "n_persist", 1).impossible == "all chunks are persistent"

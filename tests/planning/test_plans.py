@@ -122,8 +122,9 @@ COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 
 
 
 def rate(hardware: HardwareProfile, *, inside: bool = False, **counts: Any) -> float:
-    plan: Plan = evaluate(PROFILE, hardware, step_during_backward=inside, **{**COUNTS, **counts})
-    return host_gparams(plan, PROFILE, hardware, step_during_backward=inside)
+    profile = replace(PROFILE, step_during_backward=inside)
+    plan: Plan = evaluate(profile, hardware, **{**COUNTS, **counts})
+    return host_gparams(plan, profile, hardware)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from protrain.planning import (
     BlockMode,
     Comparison,
     MemoryModel,
-    RuntimeModel,
+    Models,
     check,
     explain,
     pack,
@@ -47,7 +47,7 @@ def of_lane(timeline: Timeline, lane: int) -> list[Operation]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_links_carry_a_share_and_each_chunk_is_gathered_once_if_all_stay(world_size: int) -> None:
     profile, counts = chain(3.0, 6.0), placed(1, 3)
-    alone = RuntimeModel(MemoryModel(profile, MACHINE, pack(profile, N))).timeline(MODES, counts)
+    alone = Models(MemoryModel(profile, MACHINE, pack(profile, N))).timeline(MODES, counts)
     ranks = replace(TWO, world_size=world_size)
     timeline = model_of(profile, ranks).timeline(MODES, placed(1, 4))
     for lane in (UP, DOWN, HOST):

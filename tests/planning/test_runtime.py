@@ -1,4 +1,4 @@
-"""The runtime model: steps whose milliseconds can be worked out by hand."""
+"""Predicted times: steps whose milliseconds can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Step:
 def with_regions(n_regions: int) -> dict[str, Any]:
     """A step with updates inside backward whose host has memory for so many gradients of the three offloaded chunks."""
     hardware = replace(MACHINE, host_adam_gparams=1.28 / REGION_MS, bidirectional_gbps=2.1, host_bytes=10**12)
-    memory = MemoryModel(USUAL, hardware, pack(USUAL, N), step_during_backward=True)
+    memory = MemoryModel(replace(USUAL, step_during_backward=True), hardware, pack(USUAL, N))
     gradients = memory.gradients
     beside_bytes = memory.least_host_bytes(1, 0) - gradients.host_bytes(1, 2)
     hardware = replace(hardware, host_bytes=beside_bytes + gradients.host_bytes(1, n_regions))
-    blocks = {"profile": chain(6.0, 6.0), "counts": placed(1, 3)}
-    return {"hardware": hardware, "options": {"step_during_backward": True}, **blocks}
+    profile = replace(chain(6.0, 6.0), step_during_backward=True)
+    return {"profile": profile, "hardware": hardware, "counts": placed(1, 3)}
 
 
 STEPS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.plan import Counts
@@ -103,17 +101,6 @@ def test_a_plan_apart_from_others_is_found(seed: int, counts: Counts) -> None:
     best = evaluate(profile, hardware, **counts._asdict(), chunk_elements=N)
     found = search(profile, hardware, chunk_elements=N)
     assert score_ms(found, profile, hardware) <= TIES * score_ms(best, profile, hardware)
-
-
-def test_a_known_plan_is_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is here, where the search has no other start, and where the known plan fits less memory."""
-    profile, hardware = small_case(3)
-    known = search(profile, replace(hardware, device_bytes=int(0.9 * hardware.device_bytes)), chunk_elements=N)
-    monkeypatch.setattr(sys.modules["protrain.planning.search"]._Search, "_grid", lambda self: [])
-    with pytest.raises(PlanError):
-        search(profile, hardware, chunk_elements=N)
-    found = search(profile, hardware, chunk_elements=N, known=[known])
-    assert score_ms(found, profile, hardware) <= TIES * score_ms(known, profile, hardware)
 
 
 @pytest.mark.parametrize("name", USING)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, explain, search
+from protrain.planning import BlockMode, Models, Plan, check, evaluate, explain, search
 from protrain.planning.rates import staging_bytes
 from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, HOST, STREAM, Timeline
@@ -21,8 +21,8 @@ MODES = (NONE,) * 7
 COMPUTE = 3.0  # ms: forward of a block
 
 
-def slow_model(**options: Any) -> RuntimeModel:
-    return model_of(chain(COMPUTE, 6.0, n=7), SLOW, **options)
+def slow_model(*, inside: bool = False, **options: Any) -> Models:
+    return model_of(replace(chain(COMPUTE, 6.0, n=7), step_during_backward=inside), SLOW, **options)
 
 
 def waiting(*updates: tuple[float, float, float], upload_ms: float = 0.0, states_ms: float = 0.0) -> list[Waiting]:
@@ -73,14 +73,14 @@ def test_the_gpu_may_help_unless_the_plan_says_otherwise_or_its_rate_is_unknown(
 
 def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_rest_is_shared() -> None:
     # A backward of 42 ms is over while the host makes the first update, of the chunk whose gradient arrives first.
-    timeline = slow_model(step_during_backward=True).timeline(MODES, placed(1, 6))
+    timeline = slow_model(inside=True).timeline(MODES, placed(1, 6))
     # Only the begun update is the host's without a choice. Then it makes 1, 3 and 4 while the GPU makes 2 and 5.
     assert names(timeline, HOST) == ["speculative update 6", "update 1", "update 3", "update 4"]
     assert names(timeline, STREAM) == ["update 2", "update 5"]
     in_backward = [op for op in timeline.operations if op.name.startswith("speculative update") and op.start_ms > 0]
     assert [(op.name, op.lane) for op in in_backward] == [("speculative update 6", HOST)]
     assert timeline.forward_end_ms < in_backward[0].start_ms < timeline.backward_end_ms < in_backward[0].end_ms
-    alone = slow_model(step_during_backward=True, stream=False).step_ms(MODES, placed(1, 6))
+    alone = slow_model(inside=True, stream=False).step_ms(MODES, placed(1, 6))
     assert timeline.step_ms < 0.75 * alone
 
 
@@ -111,32 +111,33 @@ def test_what_does_not_fit_with_clipping_fits_inside_backward() -> None:
     hardware = replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=int(50 * N * 12.3))
     with pytest.raises(PlanError, match="host memory"):
         search(profile, hardware, chunk_elements=N)
-    plan = search(profile, hardware, chunk_elements=N, step_during_backward=True)
+    inside = replace(profile, step_during_backward=True)
+    plan = search(inside, hardware, chunk_elements=N)
     assert plan.n_host_gradient >= 2
     assert str(plan).endswith(f" n_host_gradient={plan.n_host_gradient}")
-    assert check(plan, profile, hardware, step_during_backward=True) == plan
+    assert check(plan, inside, hardware) == plan
     # They are facts of the machine at hand: with more memory there are more, and with clipping none.
     wider = replace(hardware, host_bytes=hardware.host_bytes + 10 * 2 * N)
-    assert check(plan, profile, wider, step_during_backward=True).n_host_gradient == plan.n_host_gradient + 10
+    assert check(plan, inside, wider).n_host_gradient == plan.n_host_gradient + 10
     roomy = check(plan, profile, replace(hardware, device_bytes=10**9, host_bytes=10**12))
     assert (roomy.n_host_gradient, roomy.n_device_gradient) == (0, 0)
 
 
 def test_refusals_and_explanations_count_the_regions_that_are_really_taken() -> None:
-    profile = chain(6.0, 6.0, n=12)
+    profile = replace(chain(6.0, 6.0, n=12), step_during_backward=True)
     with pytest.raises(PlanError) as raised:
-        search(profile, replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=10**8), step_during_backward=True)
+        search(profile, replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=10**8))
     assert raised.value.where == "host"
     tight = replace(MACHINE, device_bytes=200 * 1024**2, host_bytes=raised.value.needed_bytes)
-    plan = search(profile, tight, step_during_backward=True)
+    plan = search(profile, tight)
     assert plan.host_bytes == tight.host_bytes
     with pytest.raises(PlanError):
-        search(profile, replace(tight, host_bytes=tight.host_bytes - 1), step_during_backward=True)
-    gradients = explain(plan, profile, tight, step_during_backward=True).host_bytes["gradients"]
+        search(profile, replace(tight, host_bytes=tight.host_bytes - 1))
+    gradients = explain(plan, profile, tight).host_bytes["gradients"]
     assert gradients == plan.n_host_gradient * plan.chunk_elements * 2
     device = replace(tight, device_bytes=600 * 1024**2)
-    plan = search(profile, device, step_during_backward=True)
-    parts = explain(plan, profile, device, step_during_backward=True).device_bytes
+    plan = search(profile, device)
+    parts = explain(plan, profile, device).device_bytes
     assert plan.n_device_gradient == 1 < plan.n_persist
     assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2
     assert parts["persistent chunks"] == plan.n_persist * plan.chunk_elements * 12

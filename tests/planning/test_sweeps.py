@@ -1,17 +1,15 @@
-"""Frontier and largest depth, held against the search."""
+"""The largest depth and the fastest batches, held against the search."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Frontier, Largest, Plan, fastest_batches, frontier, largest, search, sweeps
-from protrain.planning.sweeps import N_LIMITS, least_device_bytes
+from protrain.planning import Largest, Plan, fastest_batches, largest, search, sweeps
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import MIB, equal_blocks, machine, profile_of
 
@@ -26,44 +24,6 @@ def blocks(n: int, *, movable: bool = True) -> ModelProfile:
     segments += [("backward", at, saved // 16 * at, 2 * saved, 15.0) for at in reversed(range(n))]
     units = [(at, (at,)) for at in range(n)]
     return profile_of([(ELEMENTS, at % 2) for at in range(n)], units, records, segments)
-
-
-@pytest.mark.slow
-def test_the_frontier_goes_from_the_least_that_works_to_all_there_is() -> None:
-    traced, hardware = blocks(8), machine(900 * MIB, "4GiB")
-    found = frontier(traced, hardware)
-    limits = [point.device_limit_bytes for point in found.points]
-    assert len(limits) in {N_LIMITS, N_LIMITS + 1}, "no limit is left out"
-    assert limits == sorted(set(limits))
-    assert limits[-1] == hardware.device_bytes
-    with pytest.raises(PlanError):
-        search(traced, replace(hardware, device_bytes=limits[0] - 1))
-    for point in found.points[::4]:
-        alone = search(traced, replace(hardware, device_bytes=point.device_limit_bytes))
-        assert point.plan.step_ms <= 1.01 * alone.step_ms
-    assert all(point.plan.device_bytes <= point.device_limit_bytes for point in found.points)
-    speeds = [point.plan.tokens_per_s for point in found.points]
-    assert all(more >= 0.99 * less for less, more in pairwise(speeds)), "more memory hardly ever makes a step slower"
-    assert found.points[-1].plan == search(traced, hardware), "the last row is the plan of the same limits"
-    assert speeds[-1] > 1.05 * speeds[0]
-    assert Frontier.from_json(found.to_json()) == found
-    rows = [row for row in found.table().splitlines()[2:] if not row.startswith(" ")]
-    assert len(rows) == len(limits)
-
-
-def test_a_small_host_raises_the_least_device_memory() -> None:
-    traced = blocks(8)
-    roomy, tight = (least_device_bytes(traced, machine("8GiB", host)) for host in ("4GiB", 400 * MIB))
-    assert roomy is not None
-    assert tight is not None
-    assert tight > roomy
-    # Exactly: one byte less and the search finds nothing.
-    assert search(traced, machine(tight, 400 * MIB)).device_bytes == tight
-    with pytest.raises(PlanError):
-        search(traced, machine(tight - 1, 400 * MIB))
-    assert least_device_bytes(traced, machine("8GiB", MIB // 2)) is None
-    with pytest.raises(PlanError):
-        frontier(traced, machine(100 * MIB, "4GiB"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +72,6 @@ def test_a_machine_too_small_for_one_layer_says_so() -> None:
 def test_ranks_are_planned_together() -> None:
     two = machine("3.2GiB", "1.5GiB", world_size=2)
     alone = machine(two.device_bytes - two.collective_bytes, two.host_bytes)
-    assert {point.plan.world_size for point in frontier(blocks(8), two, n_limits=2).points} == {2}
     deepest = [largest(blocks, hardware, most_layers=60) for hardware in (alone, two)]
     assert 1.3 * deepest[0].layers < deepest[1].layers < 60
     assert deepest[1].plan.world_size == 2

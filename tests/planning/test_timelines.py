@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protrain.planning import BlockMode, MemoryModel, RuntimeModel, pack
+from protrain.planning import BlockMode, MemoryModel, Models, pack
 from protrain.planning.plan import Counts
 from protrain.planning.timeline import DOWN, GATHER, HOST, REDUCE, STREAM, UP, Operation, Timeline
 from tests.planning.brute_force import MIB, N, measured, random_machine, that_streams
@@ -27,17 +27,17 @@ def random_step(seed: int) -> tuple[MemoryModel, tuple[BlockMode, ...], Counts]:
     rates: dict[str, Any] = {name: draw.choice([None, 20.0, 200.0]) for name in ("all_gather_gbps", "all_to_all_gbps")}
     hardware = replace(random_machine(draw), world_size=world_size, host_bytes=10**12, **rates)
     hardware = that_streams(hardware) if draw.random() < 0.5 else hardware
-    layout, inside = pack(profile, N, world_size), draw.random() < 0.4
-    memory = MemoryModel(profile, hardware, layout, step_during_backward=inside)
+    layout, profile = pack(profile, N, world_size), replace(profile, step_during_backward=draw.random() < 0.4)
+    memory = MemoryModel(profile, hardware, layout)
     n_chunks = len(layout.chunks)
     n_persist = draw.randint(0, n_chunks - 1)
     modes = tuple(draw.choice(MODES) for _ in profile.blocks)
     if draw.random() < 0.5:
         least_bytes = memory.least_host_bytes(n_persist, memory.activations(modes).swapped_bytes)
         hardware = replace(hardware, host_bytes=least_bytes + draw.randint(0, 40) * MIB)
-        memory = MemoryModel(profile, hardware, layout, step_during_backward=inside)
+        memory = MemoryModel(profile, hardware, layout)
     n_buffer = draw.randint(memory.least_buffers[n_persist], memory.all_buffers[n_persist])
-    speculates = not inside and profile.accumulation == 1
+    speculates = not profile.step_during_backward and profile.accumulation == 1
     n_speculate = draw.randint(0, n_chunks - n_persist) if speculates else 0
     return memory, modes, placed(n_persist, n_buffer, n_speculate, draw.randint(0, n_speculate))
 
@@ -59,7 +59,7 @@ def lanes_of(timeline: Timeline) -> list[list[Operation]]:
 def test_operations_follow_what_they_need(seeds: range) -> None:
     for seed in seeds:
         memory, modes, counts = random_step(seed)
-        model = RuntimeModel(memory)
+        model = Models(memory)
         timeline = model.timeline(modes, counts)
         chunks, n_persist = memory.layout.chunks, counts.n_persist
         lanes = lanes_of(timeline)
@@ -100,7 +100,7 @@ def test_operations_follow_what_they_need(seeds: range) -> None:
 @pytest.mark.parametrize("seed", range(25))
 def test_a_limit_that_a_step_keeps_changes_nothing_and_one_that_it_breaks_is_reported(seed: int) -> None:
     memory, modes, counts = random_step(seed)
-    model = RuntimeModel(memory)
+    model = Models(memory)
     step_ms = model.step_ms(modes, counts)
     if memory.profile.accumulation == 1:
         assert model.timeline(modes, counts).step_ms == step_ms
