@@ -20,6 +20,9 @@ BFLOAT = torch.bfloat16
 MAKING: dict[str, Callable[[Tensor], Any]] = {
     "sum of two": lambda x: x + x,
     "sum with one row": lambda x: x + x[:1],
+    "usual": torch.tanh,
+    "of another type": lambda x: torch.tanh(x.to(BFLOAT)),
+    "of another shape": lambda x: torch.tanh(x.view(8, 4)),
     "strided": lambda x: torch.tanh(x.t()),
     "expanded": lambda x: x[:1].expand(5, 8) * 2,
     "other type": lambda x: x.to(BFLOAT),

@@ -340,8 +340,10 @@ class _CastsOfWeights(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == (32, 8)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16
+        self.count += is_cast and result.shape == (32, 8)
+        return result
 
 
 def test_casts_of_weights_do_not_outlast_a_step() -> None:
