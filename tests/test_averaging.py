@@ -47,9 +47,10 @@ def average(dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) ->
     model, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], dtype=dtype, world_size=size)
     torch.manual_seed(1)  # of dropout
     averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
-    for batch in batches(6)[rank::size]:
+    for number, batch in enumerate(batches(6)[rank::size]):
         step(model, optimizer, batch)
-        averaged.update()
+        with torch.inference_mode(number == 0):
+            averaged.update()
         expected, before = averaged_by_torch(expected, optimizer), evaluate(model)
         assert_same(averaged.state_dict(), expected)
         with averaged.applied():

@@ -138,25 +138,21 @@ def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exported_folder_that_cannot_be_flushed_is_not_there(
+def test_an_exported_folder_is_of_one_process_and_there_once_it_is_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: Path) -> None:
         raise OSError("failed")
 
-    monkeypatch.setattr(tensor_files, "sync", fail)
-    with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
-        (scratch / "file").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_files, "sync", fail)
+        with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
+            (scratch / "file").touch()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     with complete_folder(tmp_path / "model", "exported model") as scratch:
         (scratch / "file").touch()
-        with (
-            pytest.raises(OSError, match=r"another process writes to .*: give another folder for the exported model"),
-            complete_folder(tmp_path / "model", "exported model"),
-        ):
+        other = complete_folder(tmp_path / "model", "exported model")
+        with pytest.raises(OSError, match=r"another process writes to .*: give another folder for the exp"), other:
             pass
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["file"]
 

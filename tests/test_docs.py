@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from inspect import isfunction
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -103,26 +101,3 @@ def test_the_reference_has_every_public_name() -> None:
     for name in shown:
         module, _, item = name.rpartition(".")
         assert item in defined(ROOT / f"{module.replace('.', '/')}.py"), name
-
-
-def test_what_public_functions_are_given_is_in_the_reference() -> None:
-    """Else an argument would be of use only to other parts of the package, which have functions of their own."""
-    import protrain.public
-
-    shown = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE))
-
-    def own(hint: Any) -> set[str]:
-        inner = get_args(hint)
-        if not inner:
-            is_own = isinstance(hint, type) and hint.__module__.startswith("protrain.")
-            return {f"{hint.__module__}.{hint.__qualname__}"} if is_own else set()
-        return {name for part in inner if not isinstance(part, list) for name in own(part)}
-
-    wrong = {
-        f"{function}({argument}: {name})"
-        for function in protrain.public.__all__
-        if isfunction(getattr(protrain.public, function))
-        for argument, hint in get_type_hints(getattr(protrain.public, function)).items()
-        for name in own(hint) - shown
-    }
-    assert wrong == set()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.pool import on_ranks
+
 pytestmark = pytest.mark.xdist_group("examples")  # which import large libraries
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -35,6 +37,20 @@ def test_pretraining_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     weights = [tmp_path / name / "model/model.safetensors" for name in ("whole", "resumed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert (tmp_path / "whole/loss.png").stat().st_size > 0
+
+
+def pretrain_on_rank(rank: int, folder: Path) -> Any:
+    return run("pretrain", folder, "--device", "cpu", "--steps", "2", "--micro-batches", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
+def test_pretraining_has_the_same_bits_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    expected = pretrain_on_rank(0, tmp_path / "one")
+    assert on_ranks(2, pretrain_on_rank, tmp_path / "two") == [expected] * 2
+    weights = [tmp_path / name / "model/model.safetensors" for name in ("one", "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.slow

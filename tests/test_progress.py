@@ -12,50 +12,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor, nn, ones
 
 import protrain
 from protrain import wrapping
 from protrain.common import progress
+from protrain.hardware.detection import detect
 from tests.engine.harness import adamw
 
 PART = re.compile(r"moving model states into place, \d+ s, (\d+)%: (\S+)")
 
 
-@pytest.mark.parametrize(
-    ("device_type", "source", "planned", "said"),
-    [
-        ("cuda", "detected", False, True),
-        ("cuda", "detected", True, False),
-        ("cuda", "measured", False, False),
-        ("cpu", "detected", False, False),
-    ],
-)
-def test_a_gpu_that_is_not_calibrated_is_said(
-    tiny_model: Callable[..., nn.Module],
-    tiny_batch: Callable[..., dict[str, Tensor]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    device_type: str,
-    source: str,
-    planned: bool,
-    said: bool,
+def test_a_gpu_that_is_not_calibrated_is_said_where_a_plan_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    detect = wrapping.detect
+    def wrapped(device_type: str, source: str, plan: Any = None) -> tuple[Any, str]:
+        """The plan, and what wrap prints."""
+        hardware = dataclasses.replace(detect("cpu"), device_type=device_type, source=source)
+        monkeypatch.setattr(wrapping, "detect", lambda *_, **__: hardware)
+        model = nn.Linear(4, 4)
+        _, optimizer = protrain.wrap(model, adamw(model), example_batch=(ones(2, 4),), device="cpu", plan=plan)
+        return optimizer.plan, capsys.readouterr().err
 
-    def found(*args: Any, **options: Any) -> Any:
-        return dataclasses.replace(detect(*args, **options), device_type=device_type, source=source)
-
-    monkeypatch.setattr(wrapping, "detect", found)
-    plan = None
-    for _ in range(1 + planned):
-        capsys.readouterr()
-        model = tiny_model("gpt2")
-        _, optimizer = protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", plan=plan)
-        plan = optimizer.plan
-    printed = capsys.readouterr().err
-    assert ("not calibrated" in printed) is said
-    assert "protrain: planning: " in printed
+    plan, said = wrapped("cuda", "detected")
+    assert "not calibrated" in said
+    assert "protrain: planning: " in said
+    for silent in (("cuda", "detected", plan), ("cuda", "measured"), ("cpu", "detected")):
+        assert "not calibrated" not in wrapped(*silent)[1]
 
 
 @pytest.mark.parametrize("source", ["memory", "meta", "weights"])

@@ -140,17 +140,3 @@ def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
         ValueError, match=r"is not a hardware profile of .*: .* has no field 'accumulation'; `protrain calibrate --out"
     ):
         HardwareProfile.load(plan)
-
-
-def test_the_table_aligns_and_writes_bytes_for_people() -> None:
-    assert Inner(size_bytes=1536).table() == "size_bytes  1.5 KiB"
-    lines = dataclasses.replace(FULL, several=tuple(range(9)), ratio=1 / 3, maybe=None).table().splitlines()
-    assert len({line.index(line.split(maxsplit=1)[1]) for line in lines if line.split()[0] != "anything"}) == 1
-    table = dict(line.split(maxsplit=1) for line in lines)
-    assert table["ratio"] == "0.3333"
-    assert "13427\n" in dataclasses.replace(FULL, ratio=13427.3).table(), "no exponent"
-    assert table["nested"] == "2 entries"
-    assert table["maybe"] == "-"
-    assert table["several"] == "9 entries"
-    assert table["colour"] == "blue"
-    assert table["ready"] == "True"

@@ -60,7 +60,7 @@ def main() -> None:
 
     def run(plan: Plan | None) -> Point:
         number = len(result.points)
-        traced = None if args.traces is None or ranks.rank else args.traces / f"{case.name}-{number}.json"
+        traced = None if args.traces is None else args.traces / f"{case.name}-{number}.json"
         own = measure(case, plan, device, steps=args.steps, traced=traced)
         return _of_all(ranks.all_values(own, "the measurements of all ranks"))
 

@@ -208,14 +208,10 @@ class Watch:
                 error.add_note(note)
         known = self._raised or Raised(-1, "", "", 0)
         is_told = known.number == self._number  # of a failed backward autograd tells before or after its error is known
-        if error is not None or not is_told:
-            place = f" in {where}" if where else known.place if is_told else ""
-            text = (
-                "its script has caught it, and autograd does not tell what it was. See what that rank printed"
-                if error is None
-                else f"{type(error).__name__}: {error}"
-            )
-            self._raised = Raised(self._number, place, text, known.times + (error is not None))
+        unknown = "its script has caught it, and autograd does not tell what it was. See what that rank printed"
+        text = f"{type(error).__name__}: {error}" if error is not None else known.error if is_told else unknown
+        place = f" in {where}" if where else known.place if is_told else ""
+        self._raised = Raised(self._number, place, text, known.times + (error is not None))
 
     def end(self) -> None:
         """End the watch, as this rank takes no part any more. Returns when the others were told."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from bench.planner.cases import SMOKE
 from bench.planner.measure import Point
 from bench.planner.results import Results
 from bench.train.__main__ import main as run_train
-from bench.train.contestants import default, parse, parse_all
+from bench.train.contestants import parse
 from bench.train.launch import supervise
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task
@@ -223,7 +222,6 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
     ("command", "options", "message"),
     [
         (run_train, "--model llama-8t", "there is no model 'llama-8t'"),
-        (run_train, "--model gpt2 --sequence 2048", "--sequence 2048 is longer than the 1024 positions"),
         (run_train, "--quantised nf4", "--quantised is for frozen weights: add --lora r=16"),
         (
             run_train,
@@ -232,7 +230,6 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
         ),
         (run_train, "--contestants floor", "floor checkpoints the blocks that protrain does: name that before it"),
         (run_planner, "--read {folder}", "--read: cannot read Results from {folder}/planner.json"),
-        (run_train, "--contestants loop --accumulation 2", "--accumulation: loop cannot here; protrain, floor"),
         (run_exactness, "--gpus 3", "--gpus must be a power of two"),
         *(
             (run, "--out {folder}/file/deeper/record", "{folder}/file/deeper")
@@ -255,13 +252,6 @@ def test_wrong_options_are_refused(
     assert message.format(folder=tmp_path) in capsys.readouterr().err
 
 
-def test_default_contestants_have_names_that_are_read_back() -> None:
-    for gpus in (1, 2):
-        for on_gpu in (True, False):
-            names = default(on_gpu=on_gpu, gpus=gpus)
-            assert ",".join(contestant.name for contestant in parse_all(names)) == names
-
-
 def test_options_of_protrain_bench_reach_the_benchmark_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda program, words: commands.append(words[2:]))
@@ -270,23 +260,3 @@ def test_options_of_protrain_bench_reach_the_benchmark_in_order(monkeypatch: pyt
     main(["bench", "kernels", *options])
     main(["bench", "train", "--help"])
     assert commands == [["pytest", "bench/kernels", *options], ["bench.train", "--help"]]
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_made_ends_the_benchmarks_of_kernels_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "deeper"
-    command = [sys.executable, "-m", "pytest", "bench/kernels", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert [line for line in done.stderr.splitlines() if line] == [
-        f"ERROR: --out: [Errno 20] Not a directory: '{folder}'"
-    ]
-
-
-def test_protrain_bench_says_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", "kernels"]) == 2
-    assert "run this in a checkout of the repository" in capsys.readouterr().err

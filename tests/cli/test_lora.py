@@ -1,89 +1,28 @@
-"""`--lora` and `--freeze`: what a plan trains, and what is refused."""
+"""`--lora`, `--freeze` and `--load-in-4bit`: what a plan trains, and what is refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import protrain
 from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.main import main
 from protrain.cli.models import read_architecture
 from protrain.cli.trained import choose_trained
+from tests.tiny_models import config_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-IDS = torch.arange(32).view(2, 16)
-BATCH = {"input_ids": IDS, "labels": IDS}
 
-
-def make(family: str) -> nn.Module:
-    families: dict[str, dict[str, Any]] = {
-        "mixtral": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"num_key_value_heads": 2},
-        "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    }
-    sizes = families[family]
-    config = transformers.AutoConfig.for_model(
-        family, vocab_size=256, **sizes, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True
-    )
-    torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_a_peft_model_of_the_users_own_loads_and_is_exported(family: str, tmp_path: Path) -> None:
-    make(family).save_pretrained(tmp_path / "source")  # type: ignore[operator]
-    targets = ["q_proj", "v_proj"] if family == "mixtral" else "all-linear"
-    config = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM")
-    with protrain.empty_parameters():
-        model = peft.get_peft_model(make(family), config)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer = protrain.wrap(
-        model,
-        torch.optim.AdamW(trained, lr=0.1),
-        example_batch=BATCH,
-        device="cpu",
-        device_memory="1MiB",
-        weights=tmp_path / "source",
-        progress=False,
-    )
-    optimizer.backward(model(**BATCH).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    with torch.no_grad():
-        expected = model(**BATCH).logits
-    protrain.export(model, tmp_path / "adapter")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
-    assert not torch.allclose(base(**BATCH).logits, expected, atol=1e-2)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert torch.equal(adapted(**BATCH).logits, expected)
+GPT2 = ["plan", "gpt2", "--hardware", "h100", "--batch", "1", "--sequence", "8", "--no-compile", "--no-chunked-loss"]
 
 
 @pytest.mark.slow
 def test_a_plan_counts_two_bytes_for_a_frozen_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = [
-        "plan",
-        "gpt2",
-        "--hardware",
-        "h100",
-        "--batch",
-        "1",
-        "--sequence",
-        "8",
-        "--no-compile",
-        "--no-chunked-loss",
-    ]
-    assert main([*machine, "--lora", "r=16", "--out", str(tmp_path / "plan.json")]) == 0
+    assert main([*GPT2, "--lora", "r=16", "--out", str(tmp_path / "plan.json")]) == 0
     whole, adapter = 124_439_808, 12 * 16 * ((768 + 2304) + (768 + 768) + 2 * (768 + 3072))
     text = " ".join(capsys.readouterr().out.split())
     assert f"{whole + adapter:,} parameters ({adapter:,} trained)" in text
@@ -132,7 +71,7 @@ def test_what_cannot_be_done_is_said(options: list[str], message: str, capsys: p
 
 
 def test_experts_get_no_adapter(tmp_path: Path) -> None:
-    make("mixtral").save_pretrained(tmp_path)  # type: ignore[operator]
+    config_of("mixtral").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\S+ is no linear layer, .*: give targets"):
         choose_trained(read_architecture(str(tmp_path)), "r=2", ())
     choose_trained(read_architecture(str(tmp_path)), "r=2,targets=q_proj", ())
@@ -142,3 +81,27 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ValueError, match=r"--lora needs the package peft: pip install 'protrain\[peft\]'"):
         choose_trained(read_architecture("tiny"), "r=2", ())
+
+
+# -- weights in 4 bits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_plan_counts_4bit_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {}
+    for way in ((), ("--load-in-4bit",)):
+        assert main([*GPT2, "--lora", "r=16", "--json", *way]) == 0
+        sizes[way] = json.loads(capsys.readouterr().out)["plan"]["device_bytes"]
+    quantised = 12 * (768 * 2304 + 768 * 768 + 2 * 768 * 3072)
+    saved_bytes = quantised * (2 - 0.5 - 1 / 64 - 4 / 64 / 256)
+    at_work_bytes = 2 * 2 * 768 * 3072  # a product takes its weight in 16 bits, and transposed
+    assert sizes[()] - sizes["--load-in-4bit",] == pytest.approx(saved_bytes - at_work_bytes, rel=0.02)
+    assert main([*GPT2, "--lora", "r=16", "--load-in-4bit"]) == 0
+    assert "and 41.8 MiB of 4-bit weights" in " ".join(capsys.readouterr().out.split())
+
+
+def test_4bit_weights_need_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    assert main(["plan", "tiny", "--hardware", "h100", "--load-in-4bit"]) == 2
+    assert "add an adapter to train, like --lora r=16" in capsys.readouterr().err

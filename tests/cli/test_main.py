@@ -7,8 +7,10 @@ import importlib.metadata
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from protrain.cli.commands import COMMANDS
 from protrain.cli.launch import start_ranks
 from protrain.cli.main import main
-from protrain.common.cache import say_unwritable
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import load
+from protrain.planning import Plan
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -36,28 +37,15 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(capsys, "--version") == (0, f"protrain {importlib.metadata.version('protrain')}\n", "")
 
 
-def test_the_package_runs_as_a_program() -> None:
-    refused = subprocess.run([sys.executable, "-m", "protrain", "nothing"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1].startswith("protrain: error: ")
-
-
-@pytest.mark.parametrize("command", ["plan", "calibrate"])
-def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, command, "--help")
-    assert status == 0
-    assert "example" in out
-    assert f"  protrain {command} " in out
-
-
 @pytest.mark.parametrize("command", ["", "plan", "export", "convert", "calibrate", "bench"])
-def test_a_help_text_fits_into_80_columns(
+def test_a_help_text_fits_into_80_columns_and_shows_a_real_example(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run(capsys, *command.split(), "--help")
     assert status == 0
     assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert not command or f"  protrain {command} " in out
 
 
 @pytest.mark.parametrize(
@@ -147,43 +135,6 @@ def test_several_processes_need_a_launcher_that_says_where_they_meet(
     assert err == "protrain calibrate: --gpus 3: 2 processes were started, each for one GPU; leave --gpus out\n"
 
 
-@pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
-    say_unwritable.cache_clear()
-    status, _, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.02", "--json")
-    assert status == 0, err
-    lines = [line for line in err.splitlines() if "(Not a directory), so everything is measured again" in line]
-    assert len(lines) == 1, err
-    assert lines[0].startswith(f"RuntimeWarning: {tmp_path}/file/cache cannot be written")
-    assert "let PROTRAIN_CACHE name a folder that can be" in lines[0]
-
-
-@pytest.mark.slow
-def test_a_plan_is_printed_as_a_table_or_json_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32"]
-    status, table, err = run(capsys, *argv)
-    assert status == 0, err
-    assert "n_persist" in table
-    status, text, _ = run(capsys, *argv, "--json", "--out", str(tmp_path / "new" / "plan.json"))
-    assert status == 0
-    plan = json.loads(text)["plan"]
-    assert plan["n_persist"] <= plan["n_chunks"]
-    assert json.loads((tmp_path / "new" / "plan.json").read_text()) == plan
-
-
-def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(load("h100").to_dict() | {"h2d_gbps": 0}))
-    status, out, err = run(capsys, "plan", "tiny", "--hardware", str(path))
-    assert (status, out, len(err.splitlines())) == (2, "", 1), err
-    assert f"{path} is not a hardware profile" in err
-    assert "h2d_gbps must be a finite number above 0, not 0.0" in err
-
-
 def test_a_gpu_too_full_to_be_measured_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,3 +176,115 @@ def test_gpus_is_torchrun_that_waits_for_a_save(monkeypatch: pytest.MonkeyPatch)
     assert started[0].training_script_args == words
     assert int(os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")) >= 600
     assert inspect.signature(PContext.close).parameters["timeout"].default >= 600
+
+
+# -- where the output goes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit, match="141"):
+            main(["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--json"])
+        pipe.flush()  # as Python does at its exit
+    assert "Broken pipe" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_the_output_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", "tiny", "--hardware", "rtx3090", "--seq=32", "--json"]) == 1
+        full.flush()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "No space left" in line] == [
+        "protrain plan: standard output: [Errno 28] No space left on device"
+    ]
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it where the descriptor is closed
+    out = tmp_path / "plan.json"
+    argv = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--out", str(out)]
+    assert main(argv) == 0
+    assert Plan.load(out).tokens == 64
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTRAIN = ["-m", "protrain"]
+PLAN = ["plan", "tiny", "--hardware", "rtx3090"]
+
+# `press` is called at the moment for Ctrl-C, which is always the same. Python runs this file before the program.
+BEFORE = """
+import atexit, os, signal, sys
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):  # Python runs a handler between two of its instructions
+        pass
+
+class PressAtImport:
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            sys.meta_path.remove(self)
+            press()
+
+"""
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python with ``words`` and Ctrl-C at the moment that ``pressed`` sets up."""
+
+    def start(*words: str, pressed: str, handler: signal.Handlers = signal.SIG_DFL) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "sitecustomize.py").write_text(BEFORE + pressed)
+        return subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # a shell may have set it to be ignored
+        )
+
+    return start
+
+
+# The second is what the script does that pip makes of the entry point.
+@pytest.mark.parametrize("program", [PROTRAIN, ["-c", "from protrain.cli.main import main; raise SystemExit(main())"]])
+def test_it_ends_the_imports(program: list[str], interrupted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = interrupted(*program, *PLAN, pressed="sys.meta_path.insert(0, PressAtImport('torch.nn'))")
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "protrain plan: interrupted\n", "")
+
+
+def test_it_ends_the_exit_of_python(interrupted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = interrupted(*PROTRAIN, "--version", pressed="atexit.register(press)")
+    assert (ended.returncode, ended.stderr) == (130, "protrain: interrupted\n")
+
+
+def test_where_it_is_ignored_it_stays_so(interrupted: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    pressed = "sys.meta_path.insert(0, PressAtImport('protrain.cli.options'))"
+    ended = interrupted(*PROTRAIN, "--version", pressed=pressed, handler=signal.SIG_IGN)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_who_imports_the_library_keeps_the_handler_of_python(
+    interrupted: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = "import protrain, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    assert interrupted("-c", code, pressed="").stdout == "True\n"

@@ -1,8 +1,9 @@
-"""Models of the command line: folders that are no models, and how many tokens a model can be trained on."""
+"""Models of the command line: what their names mean, how many tokens they can be trained on, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import check_positions, read_architecture
+from protrain.cli.shapes import SHAPES, named, shape_config
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -97,10 +100,7 @@ def folder(tmp_path: Path) -> Path:
     [
         ({"hidden_size": "x"}, "StrictDataclassFieldValidationError: .*hidden_size"),
         ({"hidden_size": 17, "num_attention_heads": 2}, "The hidden size .17. is not a multiple"),
-        ({"hidden_size": -16}, "RuntimeError: .*negative dimension"),
         ({"num_attention_heads": 0}, "ZeroDivisionError: "),
-        ({"dtype": "float99"}, "AttributeError: .*float99"),
-        ({"num_labels": "x"}, "TypeError: "),
         ({"pad_token_id": 9999}, "AssertionError: Padding_idx must be within num_embeddings"),
         ({"hidden_act": "zoo"}, "KeyError: 'zoo'$"),
         ({"model_type": "zoo"}, "that transformers can load: ValueError: The checkpoint you are trying to load"),
@@ -171,25 +171,107 @@ def test_a_config_that_is_no_object_is_one_line(folder: Path, capsys: pytest.Cap
     assert f"{folder} is no causal language model that transformers can load: TypeError: " in lines[0]
 
 
-def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
+def test_a_plan_needs_the_config_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--hardware", "rtx3090", "--no-compile", "--batch", "2", "--sequence", "16", "--json"]
 
-    def planned() -> dict[str, Any]:
+    def planned() -> Any:
         capsys.readouterr()
         assert main(["plan", str(folder), *options]) == 0
-        plan: dict[str, Any] = json.loads(capsys.readouterr().out)["plan"]
-        return plan
+        return json.loads(capsys.readouterr().out)["plan"]
 
     whole = planned()
-    assert whole["tokens"] == 32
     (folder / "tokenizer.json").write_text("{}")  # it cannot be read
-    assert planned() == whole
-    words = tokenizers.models.WordLevel({f"word{number}": number for number in range(300)}, unk_token="word0")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
-    tokenizer.save_pretrained(folder)  # it has more tokens than the model has embeddings
     assert planned() == whole
     for file in folder.iterdir():
         if file.name != "config.json":
             file.unlink()
     assert planned() == whole
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_a_model_goes_before_a_shape_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert named("tiny") == "tiny"
+    (tmp_path / "tiny").mkdir()
+    assert named("tiny") == "tiny"
+    (tmp_path / "tiny" / "config.json").touch()
+    assert [named(name) for name in ("tiny", "gpt2", "org/model")] == ["./tiny", "gpt2", "org/model"]
+    for words in (["plan"], ["export", "run", "exported", "--model"]):
+        assert build_parser(words[0]).parse_args([*words, "tiny"]).model == "./tiny"
+
+
+# -- the Hugging Face Hub ----------------------------------------------------------------------------------------------
+
+
+constants = pytest.importorskip("huggingface_hub.constants")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of the Hub, which cannot be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def test_a_plan_needs_no_weights(
+    hub: Path, llama_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, revision = hub / "models--some-org--Some-Model", "0" * 40
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(revision)
+    shutil.copytree(llama_folder(), model / "snapshots" / revision, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(["plan", "some-org/Some-Model", "--hardware", "h100", "--batch", "2", "--sequence", "32"]) == 0
+    assert "fits on NVIDIA H100" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("command", [["train", "--data", "rows.jsonl", "--model"], ["plan", "--device", "cpu"]])
+def test_a_model_that_the_hub_does_not_give_is_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "no-org/no-model"]) == 2
+    *_, said = capsys.readouterr().err.splitlines()
+    assert "the Hugging Face Hub does not give a model 'no-org/no-model': " in said
+    assert not list(tmp_path.glob("runs/*"))
+
+
+# -- named shapes ------------------------------------------------------------------------------------------------------
+
+
+# These are published parameter counts. The large GPT-2 shapes are named after theirs.
+BILLIONS = {
+    "tiny": 0.00182,
+    "gpt2": 0.12444,
+    "gpt2-10b": 9.876,
+    "gpt2-15b": 14.918,
+    "gpt2-20b": 19.75,
+    "gpt2-30b": 30.22,
+    "gpt2-40b": 40.69,
+    "opt-13b": 12.853,
+    "opt-30b": 29.975,
+    "llama-1b": 1.3454,
+    "llama-7b": 7.2417,
+    "llama2-13b": 13.016,
+    "llama2-34b": 33.744,
+    "llama3-8b": 8.0303,
+    "llama3-70b": 70.554,
+    "llama3.2-1b": 1.2358,
+    "mistral-7b": 7.2417,
+    "qwen2.5-7b": 7.6156,
+    "qwen2.5-14b": 14.770,
+    "qwen2.5-32b": 32.764,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_its_size_and_takes_its_default_sequence(name: str) -> None:
+    config = shape_config(SHAPES[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=1e-3)
+    assert SHAPES[name].sequence <= config.max_position_embeddings
+    assert model.generation_config.eos_token_id is None

@@ -10,7 +10,8 @@ import pytest
 
 from protrain.hardware.shipped import load
 from protrain.planning import Comparison, Frontier, Plan
-from tests.cli.test_plan import TINY, by_label, run
+from tests.cli.test_main import run
+from tests.cli.test_plan import TINY, by_label
 
 TIGHT = ["--device-memory", "800MiB", "--host-memory", "1GiB", "--no-compile"]
 
@@ -39,15 +40,6 @@ def test_several_gpus_share_the_states_and_the_host(capsys: pytest.CaptureFixtur
     lanes = [line.split("  ")[0] for line in out.splitlines()]
     assert {"gathers", "reductions"} <= set(lanes)
     assert picture.stat().st_size > 0
-
-
-def test_one_gpu_has_no_line_about_shards(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, *TINY, *TIGHT)
-    assert status == 0, err
-    assert (status, out) == run(capsys, *TINY, *TIGHT, "--gpus", "1")[:2]
-    assert "of the states" not in out
-    assert "gathers" not in out
-    assert "host memory  " in out
 
 
 @pytest.mark.slow

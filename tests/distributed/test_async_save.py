@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import getfile
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -143,17 +141,3 @@ def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path
     assert f"needs {format_bytes(sum(sizes.values()))} of host memory for a copy" in str(raised.value)
     assert "the plan leaves 0 " in str(raised.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> None:
-    training = Training(0, 1, None)
-    training.train(range(1))
-    with held() as go_on, warnings.catch_warnings(action="error"):
-        save = training.save_beside(str(tmp_path))
-        while not any(tmp_path.glob(".*.tmp/buffers.safetensors")):  # the thread has not yet come to parameters
-            sleep(0.01)
-        (scratch,) = tmp_path.glob(".*.tmp")
-        shutil.rmtree(scratch)
-        go_on.set()
-        with pytest.raises(OSError, match=r"cannot write .*No such file"):
-            save.result()

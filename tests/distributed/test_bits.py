@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import set_dropout, train_under
 from tests.engine import residual
 from tests.engine.harness import (
+    FEW_PLANS,
+    PLANS,
     Spec,
     adamw,
     assert_same,
@@ -172,3 +174,42 @@ def test_several_gpus(size: int, family: str, dtype: str) -> None:
         pytest.skip(f"needs {size} GPUs")
     reduction = "sum" if dtype == "float16" else "mean"  # half of a subnormal gradient is rounded
     check(size, steps=10, **of_family(family, dtype=dtype, reduction=reduction, device="cuda"))
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def generated(model: Any, rank: int, end: int | None, **way: Any) -> Tensor:
+    """What ``rank`` generates. Rank 0 ends long before rank 1, at two tokens or where the token ``end`` comes."""
+    model.eval()
+    prompt = torch.randint(VOCABULARY, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
+    length = 2 if rank == 0 and end is None else 9
+    tokens: Tensor = model.generate(
+        prompt, max_new_tokens=length, do_sample=False, eos_token_id=end, pad_token_id=0, **way
+    )
+    model.train()
+    return tokens
+
+
+def generate_and_train(rank: int, spec: Spec, ends: list[int | None]) -> tuple[list[Tensor], float]:
+    model, data = tiny("llama"), batches(2)
+    wrapped, _ = wrap_under(spec, model, adamw(model), data[0], world_size=2)
+    tokens = [generated(wrapped, rank, end, **way) for way in ({}, {"synced_gpus": False}) for end in ends]
+    loss = default_loss(wrapped, data[rank])
+    loss.backward()
+    return tokens, loss.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [PLANS[0], FEW_PLANS[0]], ids=str)
+def test_generated_tokens_are_those_of_one_process(spec: Spec) -> None:
+    """Also where transformers' Trainer says that ranks need not wait for each other."""
+    plain = tiny("llama")
+    ends = [None, int(generated(plain, 0, None)[0, -1])]
+    assert generated(plain, 0, ends[1]).shape[1] < generated(plain, 1, ends[1]).shape[1], (
+        "no rank ends before the other"
+    )
+    for rank, (tokens, loss) in enumerate(on_ranks(2, generate_and_train, spec, ends)):
+        expected = [generated(plain, rank, end) for end in ends]
+        assert all(torch.equal(*pair) for pair in zip(tokens, expected * 2, strict=True))
+        assert loss == default_loss(plain, batches(2)[rank]).item(), "the ranks are out of step"

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import protrain
 from protrain import wrapping
 from protrain.common.tables import format_bytes
+from protrain.profiler import cache, step_times, trace
 from tests.distributed.pool import errors_on, on_ranks
 from tests.distributed.training import set_dropout, step
 from tests.engine import residual
@@ -118,6 +120,61 @@ def test_less_free_memory_than_all_ranks_of_a_machine_take() -> None:
     (_, [warned]), (_, other) = on_ranks(2, little_memory, 2 * taken - 1)
     assert warned.startswith(f"the plan takes {format_bytes(2 * taken)} of this machine's host memory, and ")
     assert not other
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+def profile_with_a_slow_rank(rank: int) -> int:
+    """The steps of the profile seem long on rank 1 and short on rank 0. Returns how often forward was called."""
+    durations, slow, calls = step_times.durations, 1e6 if rank else 1.0, list[int]()
+
+    def meet(*_: object) -> None:
+        """Wait for the other rank, as a forward with collectives of its own does."""
+        calls.append(1)
+        dist.all_reduce(torch.ones(1))
+
+    def seeming(segments: Any) -> Any:
+        return [(whole * slow, recomputed) for whole, recomputed in durations(segments)]
+
+    def timed(*args: Any, **options: Any) -> Any:
+        return step_times.time_steps(*args, **{**options, "sustained_ms": 60000.0})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapping, "cached_profile", cache.cached_profile)
+        patch.setattr(step_times, "durations", seeming)
+        patch.setattr(trace, "time_steps", timed)
+        model = make()
+        model.register_forward_pre_hook(meet)
+        wrap(model)
+    return len(calls)
+
+
+def test_a_slow_rank_decides_how_many_steps_all_time() -> None:
+    assert on_ranks(2, profile_with_a_slow_rank) == [3, 3], "one measures memory, and of two more the second counts"
+
+
+def profile_with_a_full_rank(rank: int) -> tuple[str, float]:
+    """Rank 1 has no memory for a profile of a run, and counts it. Returns the plan, and the loss of a step."""
+    profiles: list[int] = []
+
+    def profile(*args: Any, **options: Any) -> Any:
+        profiles.append(1)
+        if rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trace.profile(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, seeded():
+        patch.setattr(wrapping, "cached_profile", cache.cached_profile)
+        patch.setattr(cache, "profile", profile)
+        model, optimizer = wrap(make())
+    assert len(profiles) == 1
+    return str(optimizer.plan), step(model, optimizer, batch(0))
+
+
+def test_a_rank_without_memory_for_a_profile_leaves_the_others_theirs() -> None:
+    first, other = on_ranks(2, profile_with_a_full_rank)
+    assert first == other
 
 
 # -- where ranks start from --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,8 @@ from protrain.hardware.calibration.activities import (
     CPU,
     Activity,
     AdamChunk,
-    Transfers,
-    Work,
     host_updates,
     largest_product,
-    random_tensor,
 )
 from protrain.hardware.calibration.contention import groups_of, rates_of, rates_together, shares_of
 from protrain.hardware.calibration.run import Calibration
@@ -102,16 +98,6 @@ def test_each_way_of_the_hosts_adamw_takes_parts_of_all_chunks_in_turn() -> None
     assert not torch.equal(chunks[0].exp_avg[1280:], untouched)
 
 
-def test_the_work_leaves_no_memory_behind() -> None:
-    chunk = AdamChunk.on(CPU, 4096)
-    memory = weakref.ref(chunk.exp_avg)
-    work = Work(CPU, _effort(seconds=0.01), [chunk], threads=1)
-    for activity in work.activities.values():
-        activity.unit()
-    del work, chunk, activity
-    assert memory() is None
-
-
 @pytest.mark.parametrize(("rates", "threads"), [((4.0, 4.1), 14), ((4.0, 4.2), 15)])
 def test_beside_a_gpu_one_core_more_is_taken_where_that_gains(
     rates: tuple[float, float], threads: int, monkeypatch: pytest.MonkeyPatch
@@ -138,14 +124,6 @@ def test_beside_a_gpu_a_core_launches_and_the_card_is_asked_while_it_works(monke
     assert "width x8" in narrow
 
 
-def test_random_values_are_random_throughout() -> None:
-    for dtype in (torch.bfloat16, torch.float32, torch.int16, torch.uint8):
-        tensor = random_tensor(3_000_001, dtype, CPU)
-        assert tensor.numel() == 3_000_001
-        for piece in (tensor[:1000], tensor[1_500_000:1_501_000], tensor[-1000:]):
-            assert piece.unique().numel() > 100
-
-
 def test_sizes_go_with_time_and_room() -> None:
     full = _effort()
     assert full.tensor_bytes == GIB
@@ -170,18 +148,6 @@ def test_products_are_smaller_on_a_slow_device(
 
     monkeypatch.setattr("protrain.hardware.calibration.activities.Timer", timer)
     assert largest_product(CPU, _effort())[1] == width
-
-
-def test_copies_take_regions_of_the_hosts_memory_in_turn() -> None:
-    transfers = Transfers(CPU, 4096)
-    sources, targets, (near, far) = transfers.host[:4], transfers.host[4:], transfers._far
-    for source in (*sources, sources[0]):
-        transfers.up()
-        assert torch.equal(near, source)
-    assert not any(torch.equal(target, far) for target in targets)
-    for _ in targets:
-        transfers.down()
-    assert all(torch.equal(target, far) for target in targets)
 
 
 def _naps(lock: threading.Lock | None = None) -> Activity:

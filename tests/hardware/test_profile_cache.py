@@ -66,38 +66,6 @@ def test_another_machine_is_not_this_one(field: str, cache: Path) -> None:
     assert cached(CPU) == mine
 
 
-def test_a_gpu_takes_nothing_of_what_was_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Machine.of(CPU)
-    store(_measured(here), here)
-    assert cached(CPU) is not None
-    gpu = torch.device("cuda")
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA B300")
-    monkeypatch.setattr("protrain.hardware.cache.driver_version", lambda device: here.driver)
-    assert (cached(gpu), why_not_cached(gpu)) == (None, None)
-
-
-def test_two_processes_use_their_own_profile_before_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    here = Machine.of(CPU)
-    one = _measured(here)
-    store(one, here)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cached(CPU) == one
-    both = Machine.of(CPU)
-    two = _measured(both)
-    store(two, both)
-    assert cached(CPU) == two
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # which makes a profile with NVLink another machine's
-    assert cached(CPU) == one
-    apart = Machine.of(CPU)
-    assert apart.nccl_p2p == "NCCL_P2P_DISABLE=1"
-    without_nvlink = _measured(apart)  # free memory is another a moment later
-    store(without_nvlink, apart)
-    assert cached(CPU) == without_nvlink
-    monkeypatch.delenv("WORLD_SIZE")
-    assert cached(CPU) == one, "one process has nothing to do with NCCL"
-
-
 def test_a_trial_replaces_no_kept_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rates = iter((1.0, 2.0, 3.0))
 

@@ -19,7 +19,7 @@ from protrain.distributed.joining import join
 from protrain.hardware.cache import Machine, cached, store
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.calibration.activities import Activity, Collectives, Run, product
-from protrain.hardware.calibration.contention import most_contended, rates_on_ranks, slowest
+from protrain.hardware.calibration.contention import rates_on_ranks
 from protrain.hardware.calibration.report import report
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.profile import Contention, HardwareProfile
@@ -189,12 +189,3 @@ def test_ranks_exchange_and_gather_as_in_training_and_end_together() -> None:
     assert count == agreed > 10, "all ranks do equally many"
     assert 20 < rates["naps"] < 100
     assert 0.4 < rates["collective"] / others["collective"] < 2.5, "each waits for the other"
-
-
-def test_the_least_of_every_rate_and_share_counts() -> None:
-    assert slowest([{"h2d_gbps": 40.0, "d2h_gbps": 50.0}, {"h2d_gbps": 30.0, "d2h_gbps": 50.5}]) == {
-        "h2d_gbps": 30.0,
-        "d2h_gbps": 50.0,
-    }
-    groups = [[Contention(activities=("a", "b"), shares=shares)] for shares in ((0.5, 0.9), (0.6, 0.8))]
-    assert most_contended(groups) == [Contention(activities=("a", "b"), shares=(0.5, 0.8))]

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels.roofs import pcie_gbps
 from protrain.hardware.calibration.activities import pinned
 from protrain.hardware.calibration.report import card_warnings, machine_warnings, report, warnings_of_all
 from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.nvml import GpuFacts, gpu_facts
 from protrain.hardware.profile import Contention
-from protrain.hardware.shipped import load, of_card
+from protrain.hardware.shipped import load
 
 CARD = torch.device("cuda", 0)
 UUID = "0b1c"
@@ -165,16 +164,5 @@ def test_each_rate_has_its_percent_where_a_datasheet_is_known() -> None:
     assert report(PROFILE).splitlines()[-1] == "warning: something is odd"
     long = report(replace(PROFILE, warnings=("odd " * 40,))).splitlines()
     assert max(len(line) for line in long if "odd" in line) <= 80
-    assert "AdamW on the host has 1 thread\n" in report(replace(PROFILE, host_adam_threads=1))
-    assert "AdamW on the host has 14 threads" in report(PROFILE)
-    assert "driver 580.1, torch 2.13.0" in report(PROFILE)
-    plain = report(replace(PROFILE, contention=(), warnings=()))
-    assert "together" not in plain
-    assert "warning" not in plain
-
-
-def test_an_unknown_card_or_link_promises_nothing() -> None:
-    assert of_card("NVIDIA Future 1") is None
-    assert pcie_gbps(5, 16) == pytest.approx(63.0, rel=0.01)
-    assert pcie_gbps(4, 8) == pytest.approx(15.75, rel=0.01)
-    assert pcie_gbps(None, 16) is pcie_gbps(4, None) is pcie_gbps(9, 16) is None
+    plain = report(replace(PROFILE, contention=(), warnings=(), host_adam_threads=1))
+    assert not any(words in plain for words in ("together", "warning", "threads"))

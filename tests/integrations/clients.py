@@ -14,25 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.tiny_models import VOCABULARY, tiny
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
-WORDS = 96
-LLAMA = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 BERT = {
-    "vocab_size": WORDS,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
@@ -64,7 +53,7 @@ def tokenizer() -> Any:
     from tokenizers.pre_tokenizers import Whitespace
 
     marks = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    words = [*marks.values(), *(f"w{index}" for index in range(WORDS - len(marks)))]
+    words = [*marks.values(), *(f"w{index}" for index in range(VOCABULARY - len(marks)))]
     made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **marks)
@@ -107,8 +96,8 @@ def forget_precision() -> None:
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    torch.manual_seed(0)  # of adapters
+    return tiny("llama", pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def causal(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from protrain import CheckpointError
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations.clients import forget_precision
-from tests.integrations.lightning_runs import Run, loader, network
+from tests.integrations.lightning_runs import Run, assert_close, loader, network
 from tests.integrations.test_lightning_checkpoints import refuse_gathering
 
 accelerate = pytest.importorskip("accelerate")
@@ -82,13 +83,6 @@ def no_gathering() -> Iterator[None]:
         yield
 
 
-def assert_close(ours: Run, plain: Run) -> None:
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert ours.weights.keys() == plain.weights.keys()
-    for name, value in plain.weights.items():
-        assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-
-
 def plain_whole_and_resumed(rank: int, folder: Path, example: bool) -> tuple[Run, Run, Run]:
     """A loop without ProTrain, one with it that saves half way, and one that goes on from there."""
     plain, whole = Loop(on_protrain=False), Loop(example=example)
@@ -111,8 +105,7 @@ def assert_goes_on(plain: Run, whole: Run, resumed: Run) -> None:
     """As without ProTrain, and with the same bits whether it was interrupted or not."""
     assert_close(whole, plain)
     assert resumed.losses == whole.losses[HALF:]
-    for name, value in whole.weights.items():
-        assert torch.equal(resumed.weights[name], value), name
+    assert_same(resumed.weights, whole.weights)
 
 
 @pytest.mark.parametrize("example", [False, True])
@@ -155,8 +148,7 @@ def test_two_models_of_one_accelerator_have_folders_of_their_own(tmp_path: Path)
     loop.accelerator.backward(second(batch).sum())
     optimizer.step()
     loop.accelerator.load_state(str(tmp_path))
-    for name, value in want.items():
-        assert torch.equal(second.state_dict()[name], value), name
+    assert_same(dict(second.state_dict()), want)
 
 
 def test_a_torn_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

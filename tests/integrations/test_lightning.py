@@ -10,29 +10,21 @@ import torch
 from torch import Tensor
 
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations.lightning_runs import (
     STEPS,
     Module,
     Run,
+    assert_close,
     fit,
     fit_with_more_batches_on_rank,
     lightning,
     loader,
-    network,
     norms_on_rank,
     protrain_strategy,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def assert_close(ours: Run, plain: Run) -> None:
-    """The first losses are the same bits, and later ones differ by the rounding of torch's own AdamW."""
-    assert ours.losses[0] == plain.losses[0]
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert ours.weights.keys() == plain.weights.keys()
-    for name, value in plain.weights.items():
-        assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
 @pytest.mark.slow
@@ -55,9 +47,7 @@ def test_a_fit_goes_on_from_a_checkpoint_that_was_made_without_protrain(tmp_path
         for strategy in ("auto", protrain_strategy())
     )
     assert len(resumed.losses) < len(plain.losses)
-    assert resumed.losses == pytest.approx(expected.losses, rel=1e-4)
-    for name, value in expected.weights.items():
-        assert resumed.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert_close(resumed, expected)
 
 
 @pytest.mark.slow
@@ -77,8 +67,7 @@ def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
     assert len(norms) == len(plain.weights) * (1 + 3 * STEPS + 2)
     assert ours[1] == pytest.approx(norms, rel=1e-4)
     assert_close(ours[0], plain)
-    for name, value in ours[0].weights.items():
-        assert torch.equal(other[0].weights[name], value), name
+    assert_same(other[0].weights, ours[0].weights)
 
 
 @pytest.mark.slow
@@ -156,7 +145,7 @@ class Eventful(Module):
 def test_all_that_one_trainer_does_with_a_module(tmp_path: Path) -> None:
     """Validation and a save before the first fit, and a second fit, which has an optimizer of its own."""
 
-    def run(strategy: Any, folder: Path) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    def run(strategy: Any, folder: Path) -> Run:
         logger = lightning.pytorch.loggers.CSVLogger(folder)
         trainer = lightning.Trainer(
             accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=logger, log_every_n_steps=1,
@@ -170,23 +159,15 @@ def test_all_that_one_trainer_does_with_a_module(tmp_path: Path) -> None:
         trainer.fit(module, loader(), loader())
         module.losses += trainer.test(module, loader(), verbose=False)[0].values()
         logged = [row["mine"] for row in logger.experiment.metrics if "mine" in row]
-        begin = torch.load(folder / "begin.ckpt")["state_dict"]
-        assert begin.keys() == module.state_dict().keys()
-        for name, value in network().state_dict().items():
-            assert torch.equal(begin[f"network.{name}"], value)
-        return module.losses, logged, {name: value.clone() for name, value in module.state_dict().items()}
+        assert_same(torch.load(folder / "begin.ckpt")["state_dict"], Eventful().state_dict())
+        return Run(module.losses + logged, {name: value.clone() for name, value in module.state_dict().items()})
 
     class SavesAtStart(lightning.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(Path(trainer.default_root_dir) / "begin.ckpt")
 
-    plain_losses, plain_logged, plain_weights = run("auto", tmp_path / "plain")
-    losses, logged, weights = run(protrain_strategy(), tmp_path / "ours")
-    assert losses == pytest.approx(plain_losses, rel=1e-4)
-    assert logged == pytest.approx(plain_logged, rel=1e-4)
-    for name, value in plain_weights.items():
-        assert weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert_close(run(protrain_strategy(), tmp_path / "ours"), run("auto", tmp_path / "plain"))
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations import lightning_runs
 from tests.integrations.lightning_runs import (
     STEPS,
@@ -42,8 +42,7 @@ def assert_goes_on(resumed: Run, whole: Run) -> None:
     """The resumed run has the bits of the second half of the whole one."""
     assert resumed.losses
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
-    for name, value in whole.weights.items():
-        assert torch.equal(resumed.weights[name], value), name
+    assert_same(resumed.weights, whole.weights)
 
 
 def checkpoints(folder: Path | str, **arguments: Any) -> Any:
@@ -155,9 +154,7 @@ def weights_on_rank(rank: int, folder: Path) -> Run:
 
 def test_weights_alone_are_a_file_that_any_trainer_reads(tmp_path: Path) -> None:
     ours, _ = on_ranks(2, weights_on_rank, tmp_path)
-    loaded = Module.load_from_checkpoint(tmp_path / "weights.ckpt")
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, ours.weights[name]), name
+    assert_same(Module.load_from_checkpoint(tmp_path / "weights.ckpt").state_dict(), ours.weights)
 
 
 def test_a_torn_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,53 +12,42 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from protrain.checkpoint.tensor_files import FILE_BYTES
 from protrain.common.errors import CheckpointError
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations.clients import Run, error_on_rank, make, prepare, train, train_on_rank
-from tests.integrations.save_runs import (
-    best,
-    best_on_rank,
-    through_and_resumed,
-    through_and_resumed_on_rank,
-)
 
 HALF, LAST = "checkpoint-2", "checkpoint-4"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
 
 
-def assert_same(one: Run, other: Run) -> None:
+def assert_same_runs(one: Run, other: Run) -> None:
     assert one.log == other.log
     assert torch.equal(one.random, other.random)
-    assert_same_weights(one.weights, other.weights)
-
-
-def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(other[name], value), name
+    assert_same(one.weights, other.weights)
 
 
 @pytest.mark.parametrize(
     "client",
     ["Trainer", "SFT with LoRA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GRPO", "sentences"))],
 )
-def test_a_resumed_run_has_the_bits_of_one_without_a_break(client: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_one_without_a_break(
+    client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither holds the whole state of the optimizer."""
+    for gathering in ("full_state_dict", "state_dict", "load_state_dict"):
+        monkeypatch.setattr(ProTrainOptimizer, gathering, None)
     prepare(client, tmp_path)
-    through, resumed = through_and_resumed(client, tmp_path)
-    assert_same(resumed, through)
     checkpoint = tmp_path / "through" / HALF
+    through = train(client, tmp_path / "through", on_protrain=True)
+    assert_same_runs(train(client, tmp_path / "resumed", on_protrain=True, resume=checkpoint), through)
     assert not (checkpoint / "optimizer.pt").exists()
     (save,) = (checkpoint / "protrain").iterdir()
     assert (json.loads((save / "checkpoint.json").read_text())["base"] is not None) == ("LoRA" in client)
-
-
-@pytest.mark.parametrize("client", ["Trainer", pytest.param("SFT with LoRA", marks=pytest.mark.slow)])
-def test_two_processes_resume_with_the_same_bits(client: str, tmp_path: Path) -> None:
-    prepare(client, tmp_path)
-    for through, resumed in on_ranks(2, through_and_resumed_on_rank, client, tmp_path):
-        assert_same(resumed, through)
 
 
 def cut(path: Path) -> None:
@@ -90,9 +79,15 @@ def test_the_newest_whole_checkpoint_is_resumed_and_a_torn_one_is_refused(
     with pytest.raises(CheckpointError, match=rf"{folder / LAST} was not saved to its end"):
         train("Trainer", folder, on_protrain=True, resume=folder / LAST)
     with pytest.warns(UserWarning, match=rf"goes back to an older checkpoint: {folder / LAST} was not saved"):
-        assert_same(train("Trainer", folder, on_protrain=True, resume=True), saved[1])
+        assert_same_runs(train("Trainer", folder, on_protrain=True, resume=True), saved[1])
     with warnings.catch_warnings(action="error", category=UserWarning):  # the last one is whole again
         train("Trainer", folder, on_protrain=True, resume=True, max_steps=5)
+
+
+def test_the_save_of_a_plain_trainer_is_refused(tmp_path: Path) -> None:
+    train("Trainer", tmp_path, on_protrain=False)
+    with pytest.raises(CheckpointError, match=rf"{LAST} has no protrain/ with the optimizer's state"):
+        train("Trainer", tmp_path, on_protrain=True, resume=tmp_path / LAST)
 
 
 @pytest.fixture(scope="module")
@@ -119,22 +114,29 @@ BEST: dict[str, dict[str, Any]] = {
 }
 
 
+class AtSaves(TrainerCallback):
+    """Keeps the weights at each save."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}
+
+    def on_save(self, _: Any, state: Any, __: Any, *, model: Any, **___: Any) -> None:
+        taken = {name: value.clone() for name, value in model.state_dict().items()}
+        self.weights[f"checkpoint-{state.global_step}"] = taken
+
+
 @pytest.mark.parametrize("only_model", [False, True])
 @pytest.mark.parametrize("client", BEST)
 def test_the_best_model_is_loaded_and_other_checkpoints_are_deleted(
     client: str, only_model: bool, tmp_path: Path
 ) -> None:
     prepare(client, tmp_path)
-    left, at_save, at_end = best(client, tmp_path / "run", BEST[client] | {"save_only_model": only_model})
-    assert left == [HALF]
-    assert_same_weights(at_end, at_save)
-
-
-def test_two_processes_load_the_best_model(tmp_path: Path) -> None:
-    arguments = {"save_total_limit": 1, "greater_is_better": True}  # with larger batches the loss falls
-    for _, at_save, at_end in on_ranks(2, best_on_rank, "Trainer", tmp_path, arguments):
-        assert_same_weights(at_end, at_save)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [HALF]
+    best = {"load_best_model_at_end": True, "save_only_model": only_model, **BEST[client]}
+    trainer, at_saves = make(client, tmp_path / "run", on_protrain=True, **best), AtSaves()
+    trainer.add_callback(at_saves)
+    trainer.train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [HALF]
+    assert_same(dict(trainer.model.state_dict()), at_saves.weights[HALF])
 
 
 @pytest.mark.parametrize("client", ["Trainer", "SFT", "SFT with LoRA"])
@@ -156,12 +158,12 @@ def test_a_saved_model_has_the_files_of_a_plain_save_without_a_copy_of_the_model
         assert (len(several) > 2) == (file_bytes == small and "LoRA" not in client)
         if several:
             again = type(trainer.model).from_pretrained(saved).state_dict()
-            assert_same_weights({name: value.to(weights[name].dtype) for name, value in again.items()}, weights)
+            assert_same({name: value.to(weights[name].dtype) for name, value in again.items()}, weights)
     plain, ours = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("plain", "ours"))
     assert plain.keys() <= ours.keys()
     assert not [name for name in ours if "model" in name and name not in plain]
     for name in plain:
         if name.endswith(".safetensors"):
-            assert_same_weights(load_file(ours[name]), load_file(plain[name]))
+            assert_same(load_file(ours[name]), load_file(plain[name]))
         if name.endswith(".json"):
             assert json.loads(ours[name].read_text()) == json.loads(plain[name].read_text()), name

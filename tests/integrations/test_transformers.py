@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import protrain
+from protrain.integrations.transformers import ProTrainTrainer
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
+from tests.engine.harness import assert_same
 from tests.integrations import clients
 from tests.integrations.clients import (
     CLIENTS,
-    WORDS,
     Run,
     is_before,
     llama,
@@ -25,7 +28,7 @@ from tests.integrations.clients import (
     train,
     train_on_rank,
 )
-from tests.integrations.test_trainer_saves import assert_same_weights
+from tests.tiny_models import VOCABULARY
 
 transformers = pytest.importorskip("transformers")
 WHOLE = "64MiB"
@@ -87,7 +90,7 @@ def test_two_processes(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
     ours = two(client, tmp_path / "ours", on_protrain=True)
-    assert_same_weights(ours[0].weights, ours[1].weights)
+    assert_same(ours[0].weights, ours[1].weights)
     assert_close(ours[0], plain[0])
 
 
@@ -232,10 +235,41 @@ def test_only_the_models_own_loss_is_computed_in_pieces(another: str, tmp_path: 
         trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().logsumexp(-1).mean()
     elif another == "smoothing":
         trainer.label_smoother = pytest.importorskip("transformers").trainer_pt_utils.LabelSmoother(epsilon=0.1)
-    tokens = torch.randint(3, WORDS, (2, 32))
+    tokens = torch.randint(3, VOCABULARY, (2, 32))
     trainer._wrap_arguments["example_batch"] = {"input_ids": tokens, "labels": tokens}
     trainer.train()
     assert trainer.optimizer.optimizer.plan.chunked_loss is (another == "none")
+
+
+class Masking:
+    """A collator that draws labels by itself, from more words in each batch."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate, self.calls, self.generator = collate, 0, torch.Generator().manual_seed(3)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        self.calls += 1
+        batch = self.collate(rows)
+        labels = torch.randint(2 * self.calls, batch["labels"].shape, generator=self.generator)
+        return {**batch, "labels": labels}
+
+
+def test_what_collator_and_trainer_count_and_draw_is_as_without_protrain(tmp_path: Path) -> None:
+    """The batch for which the plan is made counts for neither of them."""
+
+    def losses(on_protrain: bool) -> list[float]:
+        trainer = make("Trainer", tmp_path, on_protrain=on_protrain, eval_strategy="no", save_strategy="no")
+        kind, trainer.data_collator, trainer.seen = type(trainer), Masking(trainer.data_collator), {"batches": [0]}
+
+        def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
+            self.seen["batches"].append(0)
+            return kind.compute_loss(self, *args, **options) * len(self.seen["batches"])
+
+        trainer.__class__ = type("Counting", (kind,), {"compute_loss": compute_loss})
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    assert losses(True) == pytest.approx(losses(False), rel=2e-5)
 
 
 def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
@@ -255,14 +289,13 @@ class Endless(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         generator = torch.Generator().manual_seed(2)
         while True:
-            row = torch.randint(3, WORDS, (8,), generator=generator)
+            row = torch.randint(3, VOCABULARY, (8,), generator=generator)
             yield {"input_ids": row, "labels": row}
 
 
 def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
     """The plan is made for the first batch, and the optimizer is wrapped as it is."""
     transformers = pytest.importorskip("transformers")
-    from protrain.integrations.transformers import ProTrainTrainer
 
     def run(kind: Any, **more: Any) -> list[dict[str, float]]:
         model = llama()
@@ -278,3 +311,30 @@ def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None
     ours = run(ProTrainTrainer, protrain={"device_memory": WHOLE})
     for mine, theirs in zip(ours, run(transformers.Trainer), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+# -- auto_find_batch_size ----------------------------------------------------------------------------------------------
+
+UNSAVED: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "max_steps": 2}
+
+
+def found_on_rank(rank: int, folder: Path, batch: int, finds: bool) -> tuple[int, dict[str, Tensor]]:
+    """The batch that was trained with, and the weights."""
+    sizes: dict[str, Any] = {"per_device_train_batch_size": batch, "auto_find_batch_size": finds}
+    trainer = make("Trainer", folder, on_protrain=True, memory="0.9MiB", **sizes, **UNSAVED)
+    trainer.train()
+    return trainer.state.train_batch_size, dict(trainer.model.state_dict())
+
+
+def test_all_ranks_find_one_batch_and_train_as_with_it(tmp_path: Path) -> None:
+    (batch, weights), (other, _) = on_ranks(2, found_on_rank, tmp_path, 24, True)
+    assert batch == other < 24
+    for _, expected in on_ranks(2, found_on_rank, tmp_path, batch, False):
+        assert_same(weights, expected)
+
+
+@pytest.mark.parametrize(("memory", "finds"), [("0.45MiB", False), ("20KiB", True)])
+def test_without_it_or_where_no_batch_fits_the_error_says_what_does(memory: str, finds: bool, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"per_device_train_batch_size": 16, "auto_find_batch_size": finds}
+    with pytest.raises(protrain.PlanError, match="no plan fits the device memory"):
+        make("Trainer", tmp_path, on_protrain=True, memory=memory, **sizes, **UNSAVED).train()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.compile_kernels import TARGETS, main
+from tools.compile_kernels import TARGETS
 from tools.kernel_variants import variants
 
 
@@ -85,14 +85,3 @@ def test_launches_find_their_variants_among_the_compiled() -> None:
     assert done.returncode == 0, done.stderr
     kernels = "adam cross_entropy flatten fold from_host unflatten"
     assert done.stdout.splitlines() == ["launched: " + " ".join(f"{name}_kernel" for name in kernels.split())]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--only", "nothing"], "no variant starts with 'nothing'"), (["--jobs", "0"], "'0' is no number of processes")],
-)
-def test_a_bad_argument_is_one_clear_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from protrain_kernels import TILE, flatten, flatten_reference, padded, tiles, unflatten
-from protrain_kernels.flatten import _table_of
 from tests.kernels.states import BF16, FP16, FP32, TYPES, any_bits, boundaries, every_half, same_bits
 
 # NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
@@ -133,17 +132,6 @@ def test_casts_round_as_torch_does(backend: Any, dtype: torch.dtype) -> None:
     wide[: values.numel()] = values.to(backend.device)
     unflatten(wide, [back], [0])
     same_bits(back, values.to(dtype))
-
-
-def test_flatten_makes_a_table_once() -> None:
-    tensors = [torch.zeros(20, 10), torch.zeros(2, 30)]
-    _table_of.cache_clear()
-    for _ in range(3):
-        flatten(tensors, torch.zeros(384), [0, 256])
-    assert _table_of.cache_info().misses == 1
-    for offset in (128, 256, 384):
-        flatten(tensors[1:], torch.zeros(512), [offset])
-    assert _table_of.cache_info().misses == 4
 
 
 @pytest.mark.gpu

@@ -175,18 +175,6 @@ def test_a_rank_without_a_gradient_changes_nothing(backend: Any, dtype: torch.dt
         same_bits(gradient, expected.to(kind))
 
 
-def test_the_factor_is_a_multiplication_in_fp32(backend: Any) -> None:
-    """By fp32(1/3), not a division by three and not a multiplication in fp64; it may lose or make an infinity."""
-    values = _spread(1, TILE, FP32)
-    values[0, :3] = torch.tensor([3e38, -3e38, 1e-45])
-    third = torch.tensor(1 / 3)
-    assert not torch.equal(values[0] * third, values[0] / 3)
-    for factor, expected in ((third.item(), values[0] * third), (2.0, values[0] * 2)):
-        gradient = torch.full((TILE,), torch.nan, device=backend.device)
-        fold(values.to(backend.device), _whole(TILE), gradient=gradient, factor=factor)
-        same_bits(gradient, expected)
-
-
 def test_nothing_to_fold(backend: Any) -> None:
     gradient, partials = torch.ones(128, device=backend.device), torch.ones(1, device=backend.device)
     pieces = torch.zeros(2, 128, device=backend.device)
@@ -234,3 +222,42 @@ def test_a_range_in_parts_has_the_bits_of_the_whole(backend: Any, most: int) -> 
         found.append((total, gradient, partials))
     for ours, theirs in zip(*found, strict=True):
         same_bits(ours, theirs)
+
+
+# -- slices ------------------------------------------------------------------------------------------------------------
+
+
+def _slice(**changes: int) -> Slice:
+    return Slice(**{"offset": 0, "numel": 200, "first": 0, "parameter_numel": 200, "partial_offset": 0} | changes)
+
+
+@pytest.mark.parametrize(
+    ("first", "numel", "parameter_numel", "whole"),
+    [
+        (0, 200, 200, [0]),
+        (0, 0, 200, []),
+        (0, 0, 0, []),
+        (0, 128, 200, []),  # the parameter goes on in another shard
+        (128, 72, 200, []),  # it began in another shard
+        (0, TILE, TILE, [0]),
+        (0, TILE, TILE + 1, [0]),
+        (TILE, 1, TILE + 1, [1]),
+        (TILE, 0, TILE, []),
+        (128, 3 * TILE, 4 * TILE, [1, 2]),
+        (128, 4 * TILE - 128, 4 * TILE, [1, 2, 3]),
+        (TILE + 128, TILE - 256, 4 * TILE, []),
+        (2 * TILE, 2 * TILE - 128, 4 * TILE, [2]),
+        (3 * TILE - 128, TILE + 135, 4 * TILE + 7, [3, 4]),
+    ],
+)
+def test_whole_tiles(first: int, numel: int, parameter_numel: int, whole: list[int]) -> None:
+    part = _slice(first=first, numel=numel, parameter_numel=parameter_numel)
+    assert [*part.whole_tiles] == whole
+
+
+def test_partials_of_tiles_that_are_cut_need_no_room() -> None:
+    """Only the first of the parameter's three tiles is whole, so one partial is enough."""
+    part = _slice(numel=TILE + 128, parameter_numel=3 * TILE)
+    gradient, partials = torch.zeros(part.padded), torch.zeros(1)
+    fold(torch.ones(2, part.padded), [part], gradient=gradient, factor=1.0, partials=partials)
+    assert partials.tolist() == [4.0 * TILE]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -51,27 +49,6 @@ def test_one_special_value_among_ordinary_ones(compiled: None, decoupled: bool, 
     else:
         adam(*found, grad, scalars, scale=scale, threads=2)
     check(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_call_too_short_to_share_wakes_no_threads(compiled: None) -> None:
-    code = """
-import os, torch
-torch.set_num_threads(1)  # its threads would be counted
-from protrain_kernels import adam, adam_scalars
-scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
-def threads(count):
-    weight, exp_avg, exp_avg_sq, grad = torch.zeros(4, count)
-    adam(weight, None, exp_avg, exp_avg_sq, grad, scalars, threads=64)
-    return set(os.listdir("/proc/self/task"))
-before = threads(128)
-short, long = threads(30_080), threads(300_032)
-assert short == before, (short, before)
-assert len(long - before) == 63, long
-assert threads(30_080) == threads(300_032) == long  # nor ends those that there are
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_other_threads_run_during_a_call(compiled: None) -> None:

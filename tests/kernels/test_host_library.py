@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,6 @@ SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.
 def compiler() -> list[str]:
     """The first that is found. ProTrain needs one, so there is one wherever these tests run."""
     return host_library._compilers()[0]
-
-
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Makes the kernels run from the library at a path."""
-    return lambda path: monkeypatch.setattr(host_kernels, "library", partial(open_library, path))
 
 
 @pytest.fixture
@@ -106,13 +100,13 @@ def test_a_failing_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_baseline_instructions_give_the_same_bits(
-    compiler: list[str], use: Callable[[Path], None], tmp_path: Path
+    compiler: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without F16C the half conversions are software: every half, and fp32 values around every rounding boundary."""
     if platform.machine() != "x86_64":
         pytest.skip("other machines have their own baseline")
     flags = tuple("-march=x86-64" if flag.startswith(("-march", "-mcpu")) else flag for flag in FLAGS)
-    use(build(compiler, flags, tmp_path))
+    monkeypatch.setattr(host_kernels, "library", partial(open_library, build(compiler, flags, tmp_path)))
     assert _agrees()
     assert _agrees(torch.float16)
     halves = every_half(torch.float16)
@@ -128,17 +122,3 @@ def test_baseline_instructions_give_the_same_bits(
         exp_avg, exp_avg_sq, grad = torch.zeros(3, 1 << 16)
         adam(weight, master, exp_avg, exp_avg_sq, grad, step)
         same_bits(weight, master.half())
-
-
-@pytest.mark.slow
-def test_the_comparison_notices_a_fused_multiply_add(
-    compiler: list[str], use: Callable[[Path], None], tmp_path: Path
-) -> None:
-    """Equal bits mean something: a build that contracts multiplies and adds does not have them."""
-    if platform.machine() == "x86_64" and " fma " not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no fused multiply-add")
-    # Not -ffast-math: loading such a library makes the whole process flush subnormals.
-    contracting = {"-ffp-contract=off": "-ffp-contract=fast", "-O3": "-O2"}
-    flags = tuple(contracting.get(flag, flag) for flag in FLAGS)
-    use(build(compiler, flags, tmp_path))
-    assert not _agrees()

@@ -19,7 +19,6 @@ from tests.regressions.plain import (
     Blocks,
     assert_same,
     both_plans,
-    check,
     left,
     rows,
     same_bits,
@@ -36,36 +35,6 @@ def raising(error: type[BaseException]) -> Callable[..., None]:
         raise error("a hook of the script")
 
     return hook
-
-
-@both_plans
-@pytest.mark.parametrize(
-    ("error", "at"),
-    [
-        (ArithmeticError, "before the forward"),
-        (KeyboardInterrupt, "after the forward"),
-        (ArithmeticError, "a gradient"),
-        (KeyboardInterrupt, "a gradient"),
-    ],
-)
-def test_the_training_goes_on_after_an_error_in_a_block(plan: str, error: type[BaseException], at: str) -> None:
-    """After an error or Ctrl-C in a forward or backward, zero_grad() begins a step with the bits of any other."""
-
-    def script(model: nn.Module, optimizer: Any) -> list[float]:
-        values, block = train(model, optimizer, 1), model.get_submodule("blocks.1")
-        register: Any = {
-            "before the forward": block.register_forward_pre_hook,
-            "after the forward": block.register_forward_hook,
-            "a gradient": model.get_parameter("blocks.1.2.bias").register_hook,
-        }[at]
-        handle = register(raising(error))
-        with pytest.raises(error):
-            model(rows(1)).square().mean().backward()
-        handle.remove()
-        optimizer.zero_grad()
-        return [*values, *train(model, optimizer)]
-
-    check(script, plan)
 
 
 @same_bits(accumulation=2)
@@ -144,8 +113,7 @@ class Failing(Blocks):
         raise ArithmeticError(f"{y.shape} after {weight.shape}")
 
 
-@both_plans
-def test_the_frames_of_an_error_in_the_first_forward_can_be_printed(plan: str) -> None:
+def test_the_frames_of_an_error_in_the_first_forward_can_be_printed() -> None:
     """To print the frames of an error in the first forward, as pytest does, ended the process."""
     model = Failing()
     optimizer = torch.optim.AdamW(model.parameters())

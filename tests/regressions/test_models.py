@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +125,20 @@ def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[
         built_empty(tiny("llama"), tmp_path, **how)
 
 
+EXPORTED: dict[str, dict[str, Any]] = {
+    "llama": {"modules_to_save": ["lm_head"]},
+    "gpt2": {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+}
+
+
 @both_plans
-def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", EXPORTED)
+def test_an_exported_adapter_has_what_was_trained(plan: str, family: str, tmp_path: Path) -> None:
     """export of an adapter writes what peft saves, also modules that are trained whole, which it refused."""
-
-    def make() -> Any:
-        return lora(tiny("llama"), modules_to_save=["lm_head"])
-
-    model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
+    model, optimizer = wrapped(plan, lambda: lora(tiny(family), **EXPORTED[family]), batch=tokens(), n_buffer=3)
     learn(model, optimizer)
     protrain.export(model, tmp_path / "adapter")
-    read = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter").eval()
+    read = peft.PeftModel.from_pretrained(tiny(family), tmp_path / "adapter").eval()
     with torch.no_grad():
         assert torch.equal(read(**tokens()).logits, model.eval()(**tokens()).logits)
 
@@ -192,49 +194,6 @@ def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str, model: Ca
     check(train, plan, model)
 
 
-def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:
-    """Models that scale logits, such as Cohere, were trained on another loss by chunked_loss=True, and are refused."""
-
-    cohere = partial(tiny, "cohere")
-    with pytest.raises(ValueError, match="chunked_loss"):
-        wrapped("on the device", cohere, batch=tokens(), chunked_loss=True)
-    check(learn, "on the device", cohere, batch=tokens())
-
-
-class Parts(nn.ModuleDict):
-    """An actor and a critic, with methods and no forward."""
-
-    def score(self, x: Tensor) -> Tensor:
-        return self["critic"](self["actor"](x))
-
-
-def parts() -> nn.Module:
-    return Parts({"actor": Blocks(), "critic": nn.Linear(16, 16)})
-
-
-def test_scripts_with_several_models_are_told_what_works() -> None:
-    """Scripts with several models were told to do what they could not."""
-    model = parts()
-    optimizer = adamw(model)
-    with pytest.raises(ValueError, match="if it trains several models, wrap one module that holds them all"):
-        protrain.wrap(model["actor"], optimizer, example_batch=rows(), device="cpu")  # type: ignore[index]
-
-
-class Together(Parts):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.score(x)
-
-
-@same_bits(lambda: Together(dict(parts().named_children())))
-def test_parts_of_a_wrapped_model_are_called_one_by_one(model: Any, optimizer: Any) -> list[float]:
-    """What the errors for several models advise: one module that holds them, whose parts the script calls."""
-    values = []
-    for seed in range(3):
-        loss = model.score(rows(seed)).square().mean() + model["actor"](rows(seed + 5)).square().mean()
-        values.append(step(optimizer, loss))
-    return values
-
-
 class Mixed(Blocks):
     """A number in fp32 joins the blocks' type, and a layer meets both."""
 
@@ -261,13 +220,3 @@ def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) 
             return left(model, optimizer)
 
     assert_same(run(plan), run("on the device"))
-
-
-def test_a_copied_empty_parameter_is_refused_by_name() -> None:
-    """Nobody could make such a copy again for one parameter at a time, and another start would be silent."""
-    with protrain.empty_parameters():
-        model = Blocks()
-        with torch.no_grad():
-            model.get_parameter("blocks.1.0.weight").copy_(model.get_parameter("blocks.0.0.weight"))
-    with pytest.raises(ValueError, match=r"parameter blocks\.1\.0\.weight was set by test_models\.py, line"):
-        wrapped("on the device", lambda: model)

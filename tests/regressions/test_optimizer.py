@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -59,20 +58,6 @@ def test_a_state_that_is_not_adams_is_refused_and_changes_nothing(plan: str) -> 
     with pytest.raises(ValueError, match=r"lacks 'step' and has 'momentum_buffer': load a state of Adam"):
         optimizer.load_state_dict(state)
     assert_same(left(model, optimizer), before)
-
-
-@both_plans
-def test_a_second_optimizer_is_refused(plan: str) -> None:
-    """A second optimizer over parameters of a wrapped model did nothing."""
-    model, optimizer = wrapped(plan)
-    second = torch.optim.AdamW(model.get_submodule("blocks.0").parameters())
-    model(rows()).square().mean().backward()
-    with pytest.raises(protrain.MisuseError, match=r"use the optimizer that it returned"):
-        second.step()
-    optimizer.clip_grad_norm_(0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert train(model, optimizer, seed=1) == train(*wrapped(plan), 3)[2:]
 
 
 @same_bits()
@@ -193,24 +178,6 @@ def test_averages_are_not_averaged(plan: str) -> None:
     assert_same(other.state_dict(), averaged.state_dict())
 
 
-@both_plans
-def test_averages_in_inference_mode_are_those_of_torch(plan: str) -> None:
-    """AveragedWeights in torch.inference_mode() made later steps fail; its values are those of AveragedModel."""
-    average: dict[str, Tensor] = {}
-    model, optimizer = wrapped(plan)
-    averaged = protrain.AveragedWeights(model, decay=0.9)
-    function = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    for seed in range(3):
-        train(model, optimizer, 1, seed=seed)
-        with torch.inference_mode(seed != 1):
-            averaged.update()
-        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        if average:
-            function(list(average.values()), [weights[name] for name in average], seed)
-        average = average or weights
-    assert_same(averaged.state_dict(), average)
-
-
 def test_weights_of_one_memory_are_refused_by_name() -> None:
     """A trained parameter that shares memory with another tensor came apart in training without a word."""
     model = Blocks()
@@ -242,13 +209,11 @@ def test_a_float64_model_is_refused_and_frozen_float64_stays() -> None:
 
 
 @both_plans
-def test_a_wrapped_model_is_neither_shared_nor_copied(plan: str) -> None:
-    """share_memory() of a wrapped model did nothing; the error for a copy names AveragedWeights."""
+def test_the_memory_of_a_wrapped_model_is_not_shared(plan: str) -> None:
+    """share_memory() of a wrapped model did nothing."""
     model, _ = wrapped(plan)
     with pytest.raises(protrain.MisuseError, match=r"cannot share its memory .* give them model\.state_dict\(\)"):
         model.share_memory()
-    with pytest.raises(protrain.MisuseError, match=r"protrain\.AveragedWeights"):
-        deepcopy(model)
 
 
 @both_plans

@@ -65,34 +65,6 @@ def grow(model: Any, optimizer: Any) -> list[float]:
     return [step(optimizer, loss_of(model, seed, count + seed * dist.get_rank())) for seed, count in lengths]
 
 
-def freeze(model: Any, optimizer: Any) -> list[float]:
-    """The first layers are frozen for a while."""
-    values = []
-    for seed in range(6):
-        model.get_submodule("blocks.0").requires_grad_(seed not in (2, 3))
-        values.append(step(optimizer, loss_of(model, seed)))
-    return values
-
-
-def decide(model: Any, optimizer: Any) -> list[float]:
-    """The learning rate follows a metric of all ranks, and rank 0 alone decides when to stop."""
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    stop, values = torch.zeros(1), []
-    for epoch in range(8):
-        values += [step(optimizer, loss_of(model, seed)) for seed in range(2)]
-        with torch.no_grad():
-            metric = loss_of(model, 99)
-        dist.all_reduce(metric)
-        scheduler.step(metric)
-        values += [metric.item(), optimizer.param_groups[0]["lr"]]
-        if dist.get_rank() == 0:
-            stop += epoch == 2
-        dist.broadcast(stop, 0)
-        if stop:
-            break
-    return values
-
-
 def penalise_weights(model: Any, optimizer: Any) -> list[float]:
     """A term of the loss is made of weights."""
     values = []
@@ -139,7 +111,7 @@ def differentiate_between(model: Any, optimizer: Any) -> list[float]:
     return [step(optimizer, loss_of(model, seed), look) for seed in range(3)]
 
 
-SCRIPTS = contrast, grow, freeze, decide, penalise_weights, penalise_gradients, look_alone, differentiate_between
+SCRIPTS = contrast, grow, penalise_weights, penalise_gradients, look_alone, differentiate_between
 
 
 def check_on_rank(rank: int, script: Script, plan: str) -> None:
