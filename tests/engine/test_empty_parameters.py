@@ -124,27 +124,6 @@ def test_initialisers_are_called_with_the_arguments_that_they_had() -> None:
     assert (found["gate.inner.bias"] == 3).all()
 
 
-class Titan(Model):
-    """As models of torchtitan: one call initialises all, with a scale for each depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        for depth, block in enumerate(self.blocks):
-            init.normal_(block.weight, std=0.1 / 10**depth)
-            block.bias.fill_(depth)
-
-
-def test_a_model_that_initialises_all_of_itself() -> None:
-    found = starts(Titan)
-    for depth in range(3):
-        assert found[f"blocks.{depth}.weight"].std().item() == pytest.approx(0.1 / 10**depth, rel=0.3)
-        assert (found[f"blocks.{depth}.bias"] == depth).all()
-
-
 def to_small(module: nn.Module) -> None:
     if isinstance(module, Linear | nn.MultiheadAttention):
         for parameter in module.parameters(recurse=False):
@@ -185,18 +164,6 @@ def test_init_sets_what_has_no_initialiser() -> None:
     found = part_of(lambda part: part.add_module("own", Constant()), init=set_gain)
     assert (found["own.gain"] == 3).all()
     assert torch.equal(found["own.kept"], torch.tensor([1.0, 2.0]))
-
-
-def test_a_block_within_a_block_counts_for_both() -> None:
-    outer, inner = list[nn.Module](), list[nn.Module]()
-    with protrain.empty_parameters(init=outer.append):
-        first = Linear(2, 2)
-        with protrain.empty_parameters(init=inner.append):
-            second = Linear(2, 2)
-        third = Linear(2, 2)
-    assert (outer, inner) == ([first, second, third], [second])
-    assert all(module.weight.is_meta for module in outer)
-    assert not Linear(2, 2).weight.is_meta
 
 
 def test_tied_parameters_are_made_once_as_the_last_initialiser_says() -> None:
