@@ -166,6 +166,18 @@ def test_init_sets_what_has_no_initialiser() -> None:
     assert torch.equal(found["own.kept"], torch.tensor([1.0, 2.0]))
 
 
+def test_a_block_within_a_block_counts_for_both() -> None:
+    outer, inner = list[nn.Module](), list[nn.Module]()
+    with protrain.empty_parameters(init=outer.append):
+        first = Linear(2, 2)
+        with protrain.empty_parameters(init=inner.append):
+            second = Linear(2, 2)
+        third = Linear(2, 2)
+    assert (outer, inner) == ([first, second, third], [second])
+    assert all(module.weight.is_meta for module in outer)
+    assert not Linear(2, 2).weight.is_meta
+
+
 def test_tied_parameters_are_made_once_as_the_last_initialiser_says() -> None:
     def fill(part: Any) -> None:
         part.embedding, part.head = nn.Embedding(6, 4), Linear(4, 6, bias=False)
