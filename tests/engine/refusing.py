@@ -27,5 +27,6 @@ def refused(
         assert parameter.equal(value)
         assert parameter.grad is None
     assert [{name: id(value) for name, value in vars(module).items()} for module in model.modules()] == attributes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert "\n" not in str(caught.value)
     return caught.value

@@ -13,6 +13,7 @@ from torch.nn import Linear, init
 
 import protrain
 from tests.engine.harness import Spec, adamw, assert_same, seeded, wrap_under
+from tests.tiny_models import tiny
 
 TIGHT, LOOSE = Spec("none", "least", "c"), Spec("all", "all", "n")
 BATCH = (torch.ones(2, 8),)
@@ -121,27 +122,6 @@ def test_initialisers_are_called_with_the_arguments_that_they_had() -> None:
     torch.testing.assert_close(turned.T @ turned, torch.eye(5))
     assert found["gate.inner.weight"].std().item() == pytest.approx(0.05, rel=0.3)
     assert (found["gate.inner.bias"] == 3).all()
-
-
-class Titan(Model):
-    """As models of torchtitan: one call initialises all, with a scale for each depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        for depth, block in enumerate(self.blocks):
-            init.normal_(block.weight, std=0.1 / 10**depth)
-            block.bias.fill_(depth)
-
-
-def test_a_model_that_initialises_all_of_itself() -> None:
-    found = starts(Titan)
-    for depth in range(3):
-        assert found[f"blocks.{depth}.weight"].std().item() == pytest.approx(0.1 / 10**depth, rel=0.3)
-        assert (found[f"blocks.{depth}.bias"] == depth).all()
 
 
 def to_small(module: nn.Module) -> None:
@@ -255,3 +235,19 @@ def test_attributes_hooks_and_groups_survive() -> None:
     del seen[:]
     wrapped(*BATCH).backward()
     assert len(seen) == 1
+
+
+@pytest.mark.slow
+def test_adapters_start_as_peft_says() -> None:
+    peft, tokens = pytest.importorskip("peft"), torch.zeros(1, 4, dtype=torch.long)
+
+    def make() -> nn.Module:
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights="gaussian")
+        model: nn.Module = peft.get_peft_model(tiny("llama"), adapters)
+        return model
+
+    found = starts(make, {"input_ids": tokens, "labels": tokens})
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    assert not found[f"{layer}.lora_B.default.weight"].any()
+    assert found[f"{layer}.lora_A.default.weight"].std().item() == pytest.approx(0.5, rel=0.2)
+    assert not found["base_model.model.model.embed_tokens.lora_embedding_A.default"].any()

@@ -58,28 +58,22 @@ def test_an_evaluation_cannot_be_the_first_call(context: Callable[[], Any]) -> N
     assert goes_on(model, optimizer)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        lambda optimizer: optimizer.plan,
-        lambda optimizer: optimizer.report(),
-        lambda optimizer: optimizer.step(),
-        lambda optimizer: optimizer.clip_grad_norm_(1.0),
-        lambda optimizer: optimizer.export_parameter("leave.weight"),
-        lambda optimizer: next(optimizer.export_parts(["leave.weight"])),
-    ],
-)
-def test_what_needs_a_plan_says_that_there_is_none(asked: Callable[[ProTrainOptimizer], Any]) -> None:
-    _, optimizer = wrapped()
-    with pytest.raises(MisuseError, match="there is no plan before the first call"):
-        asked(optimizer)
-
-
-@pytest.mark.parametrize("asked", [protrain.full_state_dict, lambda model: protrain.AveragedWeights(model).update()])
-def test_what_needs_chunks_says_that_the_model_must_be_called_first(asked: Callable[[nn.Module], Any]) -> None:
-    model, _ = wrapped()
-    with pytest.raises(ValueError, match="without example_batch must be called on a training batch first"):
-        asked(model)
+def test_what_needs_a_plan_or_chunks_says_that_the_model_must_be_called_first() -> None:
+    model, optimizer = wrapped()
+    asked: tuple[Callable[[], Any], ...] = (
+        lambda: optimizer.plan,
+        optimizer.report,
+        optimizer.step,
+        lambda: optimizer.clip_grad_norm_(1.0),
+        lambda: optimizer.export_parameter("leave.weight"),
+        lambda: next(optimizer.export_parts(["leave.weight"])),
+    )
+    for ask in asked:
+        with pytest.raises(MisuseError, match="there is no plan before the first call"):
+            ask()
+    for ask in (lambda: protrain.full_state_dict(model), protrain.AveragedWeights(model).update):
+        with pytest.raises(ValueError, match="without example_batch must be called on a training batch first"):
+            ask()
 
 
 def test_what_does_not_fit_is_an_error_of_the_first_call_and_nothing_is_lost() -> None:

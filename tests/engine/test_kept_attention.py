@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,12 +115,3 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
 )
 def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     check_equal_to_plain(functools.partial(make, **options), rows(2), device=device, dtype=dtype, specs=KEEPING)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_models_of_transformers_keep_it(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]], family: str
-) -> None:
-    model, batch = tiny_model(family), tiny_batch()
-    wrapped, optimizer = wrap_under(KEEPING[0], model, adamw(model), batch, dtype=torch.bfloat16)
-    assert computed(wrapped, batch) == len(optimizer.plan.block_modes)

@@ -173,6 +173,18 @@ def test_what_is_no_state_of_adam_changes_nothing(
             optimizer.load_state_dict(state)
 
 
+def test_moments_begin_anew_where_a_state_has_none(device: torch.device) -> None:
+    """As the message about optimizer.state says, and as in torch."""
+    data, loop = residual.batches(2), Loop(scheduler=False)
+    fresh, trained = (residual.wrapped(FIRST, device=device) for _ in range(2))
+    loop.run(*trained, data)
+    model, optimizer = trained
+    model.load_state_dict(fresh[0].state_dict())
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert loop.run(*trained, data) == loop.run(*fresh, data)
+    assert_same(states(*trained), states(*fresh))
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -34,10 +34,13 @@ def after(block: Any, _: Any, output: Tensor) -> Tensor:
 
 
 def hooked(model: nn.Module) -> nn.Module:
-    """The model with hooks that use the weights of their modules."""
-    for block in model.get_submodule("blocks").children():
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
+    """The model with hooks that use the weights of their modules: before some blocks, behind others, and both."""
+    for index, block in enumerate(model.get_submodule("blocks").children()):
+        if index % 3 != 1:
+            block.register_forward_pre_hook(before)
+        if index % 3 != 2:
+            block.register_forward_hook(after)
+    model.get_submodule("enter").register_forward_pre_hook(lambda module, args: (args[0] * module.weight.mean(),))
     model.get_submodule("leave").register_forward_hook(lambda module, _, out: out * module.weight.mean() + module.bias)
     return model
 

@@ -135,19 +135,12 @@ def found(changes: tuple[Change, ...], knob: str, step: int) -> Change:
 
 
 def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
-    traced = make_profile()
-    roomy = machine(8192)
+    traced, roomy = make_profile(), machine(8192)
     plan = hand_made(traced, roomy, n_persist=2)
     exact = replace(roomy, device_bytes=plan.device_bytes, host_bytes=plan.host_bytes)
-    why = explain(plan, traced, exact)
-    more = hand_made(traced, roomy, n_persist=3)
-    fewer = hand_made(traced, roomy, n_persist=1)
-    assert found(why.changes, "n_persist", 1).device_bytes == more.device_bytes > exact.device_bytes
-    assert found(why.changes, "n_persist", -1).host_bytes == fewer.host_bytes > exact.host_bytes
-    assert found(why.changes, "n_buffer", 1).device_bytes - exact.device_bytes == 2 * N  # one buffer of 16-bit weights
-    table = why.knob_table().splitlines()
-    row = next(index for index, line in enumerate(table) if line.startswith("n_persist 2 -> 3"))
-    assert table[row + 1] == "    infeasible: 112 MiB too much device memory"
+    rows = explain(plan, traced, exact).knob_table().splitlines()
+    (row,) = (index for index, line in enumerate(rows) if line.startswith("n_persist 2 -> 3"))
+    assert rows[row + 1] == "    infeasible: 112 MiB too much device memory"
 
 
 def test_impossible_knobs_say_why_and_others_take_along_what_they_need() -> None:

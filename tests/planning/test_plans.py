@@ -115,30 +115,21 @@ def test_a_plan_for_chunked_loss_that_does_not_fit_whole_logits_names_the_loss()
     assert "chunked_loss" not in str(refusal("3GiB", "100MiB")), "logits take no host memory"
 
 
-HOSTED = replace(H100, device_bytes=60 * GIB, host_bytes=200 * GIB, host_adam_gparams=5.0, streamed_adam_gparams=None)
-ALONE = replace(HOSTED, h2d_gbps=1e9, d2h_gbps=1e9, bidirectional_gbps=1e9)  # copies take no time
-PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
-COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
+HOSTED = machine("60GiB", "200GiB", host_adam_gparams=5.0, streamed_adam_gparams=None)
 
 
-def rate(hardware: HardwareProfile, *, inside: bool = False, **counts: Any) -> float:
-    profile = replace(PROFILE, step_during_backward=inside)
-    plan: Plan = evaluate(profile, hardware, **{**COUNTS, **counts})
-    return host_gparams(plan, profile, hardware)
+def test_the_hosts_rate_is_the_calibrated_one_and_less_beside_copies() -> None:
+    profile = make_profile(16, elements=208 * MIB, saved=1300 * MIB, ms=12.0)
 
+    def rate(hardware: HardwareProfile, **changes: int) -> float:
+        plan = evaluate(profile, hardware, **{**_counts(n_buffer=4, n_ckpt=16), **changes})
+        return host_gparams(plan, profile, hardware)
 
-@pytest.mark.parametrize(
-    "counts",
-    [{}, {"n_speculate": 8}, {"n_speculate": 8, "n_weight_only": 8}],
-    ids=["after_the_norm", "speculative", "weight_only"],
-)
-def test_alone_it_is_the_calibrated_one_and_beside_copies_less(counts: dict[str, Any]) -> None:
-    assert rate(ALONE, **counts) == pytest.approx(5.0)
-    assert 2.0 < rate(HOSTED, **counts) < 4.99
-
-
-def test_on_a_cpu_nothing_runs_beside_it() -> None:
-    cpu = replace(HOSTED, device_type="cpu")
-    assert rate(cpu) == pytest.approx(5.0)
-    n_chunks = evaluate(PROFILE, cpu, **COUNTS).n_chunks
-    assert rate(replace(cpu, device_bytes=200 * GIB), n_persist=n_chunks, n_buffer=0) == 0.0
+    alone = replace(HOSTED, h2d_gbps=1e9, d2h_gbps=1e9, bidirectional_gbps=1e9)  # copies take no time
+    beside = replace(HOSTED, contention=H100.contention)
+    for counts in ({}, {"n_speculate": 8}, {"n_speculate": 8, "n_weight_only": 8}):
+        assert rate(alone, **counts) == pytest.approx(5.0)
+        assert 2.0 < rate(beside, **counts) < 4.99
+    cpu = replace(HOSTED, device_type="cpu", device_bytes=200 * GIB)
+    assert rate(cpu) == pytest.approx(5.0), "nothing runs beside it"
+    assert rate(cpu, n_persist=evaluate(profile, cpu, **_counts(n_ckpt=16)).n_chunks, n_buffer=0) == 0.0

@@ -21,7 +21,7 @@ from protrain.planning.rates import (
     written_bytes,
 )
 from protrain.planning.timeline import DOWN, GPU, HOST, REDUCE, STREAM, UP
-from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
+from protrain.profiler.model_profile import ParameterRecord, UnitRecord
 from tests.planning.machines import H100
 from tests.planning.models import MACHINE, MIB, chain, make_profile
 
@@ -156,16 +156,6 @@ def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
     assert chunked.gap_forward[-1] == pytest.approx(3 * 1.06 * product_ms)
 
 
-N_BLOCKS = 4
-
-
-def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
-    """Of blocks whose forward takes ``ms``, and their backward twice that."""
-    profile = make_profile(N_BLOCKS, saved=saved, ms=ms)
-    blocks = tuple(replace(block, saved_tensors=tensors) for block in profile.blocks)
-    return replace(profile, blocks=blocks)
-
-
 @pytest.mark.parametrize(
     ("saved", "tensors", "packed"),
     [
@@ -177,5 +167,6 @@ def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
     ],
 )
 def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, packed: bool) -> None:
-    profile = profile_of(saved=saved, tensors=tensors)
-    assert choose_packed(profile, H100) == ((True,) * N_BLOCKS if packed else ())
+    profile = make_profile(4, saved=saved, ms=0.5)
+    profile = replace(profile, blocks=tuple(replace(block, saved_tensors=tensors) for block in profile.blocks))
+    assert choose_packed(profile, H100) == ((True,) * 4 if packed else ())

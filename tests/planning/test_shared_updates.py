@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.planning import BlockMode, Models, Plan, check, evaluate, explain, search
+from protrain.planning import BlockMode, Models, Plan, check, evaluate, explain, pack, search
+from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.rates import staging_bytes
 from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, HOST, STREAM, Timeline
-from tests.planning.models import MACHINE, N, chain, model_of, placed
+from protrain.profiler.model_profile import ModelProfile
+from tests.planning.models import MACHINE, N, chain, model_of, of_units, placed
 
 NONE = BlockMode.NONE
 SLOW = replace(MACHINE, host_adam_gparams=0.0128, streamed_adam_gparams=0.00639)  # 100 ms a chunk, and just over 200
@@ -141,3 +143,21 @@ def test_refusals_and_explanations_count_the_regions_that_are_really_taken() -> 
     assert plan.n_device_gradient == 1 < plan.n_persist
     assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2
     assert parts["persistent chunks"] == plan.n_persist * plan.chunk_elements * 12
+
+
+def test_a_gradient_is_open_from_its_first_part_to_its_last_or_as_long_as_parts_may_come() -> None:
+    """Chunk 0 is of u0, chunk 1 half of u1 and half of u2, chunks 2 and 3 of u3. By the number of persistent chunks."""
+    usual = of_units([(0, [(N, 0)]), (1, [(N // 2, 0)]), (2, [(N // 2, 0)]), (3, [(N, 0), (N, 0)])])
+
+    def most_open(profile: ModelProfile) -> tuple[list[int], list[int]]:
+        profile = replace(profile, step_during_backward=True)
+        regions = GradientRegions(profile, MACHINE, pack(profile, N))
+        return regions.open_on_device, regions.open_on_host
+
+    # Turns of backward yield {2, 3}, {1}, {1}, {0}.
+    assert most_open(usual) == ([0, 1, 1, 1, 2], [2, 2, 2, 1, 0])
+    # That of chunk 0, whose unit encloses the others, comes at any time.
+    within = tuple(replace(unit, within=(0,) if unit.name != "u0" else ()) for unit in usual.units)
+    assert most_open(replace(usual, units=within)) == ([0, 1, 2, 2, 3], [3, 2, 2, 1, 0])
+    # Half of chunk 1 gets no gradient.
+    assert most_open(replace(usual, calls=(0, 1, 3))) == ([0, 1, 2, 2, 3], [3, 3, 2, 1, 0])

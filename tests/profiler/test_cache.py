@@ -108,22 +108,13 @@ def test_what_torch_computes_in_is_part_of_the_key() -> None:
         assert _key(_model()) == keys[0]
 
 
-def test_how_attention_is_computed_is_part_of_the_key() -> None:
+def test_how_attention_is_computed_is_part_of_the_key(tiny_model: Callable[[str], Any]) -> None:
     """It decides what blocks save, and transformers writes it into no file."""
-    transformers = pytest.importorskip("transformers")
-    ids = torch.zeros(1, 8, dtype=torch.long)
-
-    def model(attention: str) -> Any:
-        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-        config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-
-    usual, eager = (_key(model(name), (ids,)) for name in ("sdpa", "eager"))
-    assert usual != eager
-    assert _key(model("sdpa"), (ids,)) == usual
-    changed = model("sdpa")
-    changed.set_attn_implementation("eager")
-    assert _key(changed, (ids,)) == eager
+    model, keys = tiny_model("llama"), []
+    for attention in ("sdpa", "eager", "sdpa"):
+        model.set_attn_implementation(attention)
+        keys.append(_key(model, (torch.zeros(1, 8, dtype=torch.long),)))
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_edited_code_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,23 +97,6 @@ def test_nothing_is_left_behind(dtype: torch.dtype) -> None:
     assert random.getstate() == python_state
 
 
-def test_an_error_of_the_model_passes_and_leaves_nothing() -> None:
-    model = _Model()
-
-    def fail(x: Tensor) -> Tensor:
-        raise RuntimeError("from inside")
-
-    model.layers[1].forward = fail
-    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="from inside") as raised:
-        profile(model, _batch())
-    assert any("forward of" in note for note in raised.value.__notes__)
-    assert all(p is before[name][0] and p.equal(before[name][1]) for name, p in model.named_parameters())
-    assert model.layers[1].forward is fail
-    assert "forward" not in model.layers[0].__dict__
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 def test_parameters_belong_to_who_uses_them() -> None:
     traced = profile(_Model(), _batch())
     units = _units(traced)
@@ -340,8 +323,10 @@ class _CastsOfWeights(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == (32, 8)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        is_cast = func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16
+        self.count += is_cast and result.shape == (32, 8)
+        return result
 
 
 def test_casts_of_weights_do_not_outlast_a_step() -> None:
