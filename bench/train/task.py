@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bench.train.contestants import Contestant
 from protrain.common.records import Record
+from protrain.common.tables import parse_memory
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
@@ -39,6 +40,12 @@ class Task(Record):
     lora: str | None = None  # an adapter of peft, as for `protrain plan --lora`; the model itself is frozen
     quantised: str | None = None  # "nf4": the linear layers of the frozen blocks have 4-bit weights
     float8: bool = False  # the linear layers of the blocks multiply in float8
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none before anything is measured."""
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                parse_memory(getattr(self, name), name=name)
 
     @property
     def tokens_per_step(self) -> int:

@@ -231,6 +231,7 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
         (run_train, "--contestants floor", "floor checkpoints the blocks that protrain does: name that before it"),
         (run_planner, "--read {folder}", "--read: cannot read Results from {folder}/planner.json"),
         (run_exactness, "--gpus 3", "--gpus must be a power of two"),
+        (run_exactness, "--host-memory all", "host_memory must be a number of bytes or text like '24GiB', not 'all'"),
         *(
             (run, "--out {folder}/file/deeper/record", "{folder}/file/deeper")
             for run in (run_train, run_planner, run_exactness)

@@ -344,7 +344,8 @@ def test_a_plan_feeds_wrap_which_explains_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_optimizer_explains_its_own_way_of_updating(inside: bool) -> None:
-    model, how = nn.Linear(64, 64), {"device": "cpu", "step_during_backward": inside, "progress": False}
+    model = nn.Linear(64, 64)
+    how: dict[str, Any] = {"device": "cpu", "step_during_backward": inside, "progress": False}
     given = torch.optim.AdamW(model.parameters())
-    optimizer = protrain.wrap(model, given, example_batch=(torch.zeros(2, 64),), **how)[1]  # type: ignore[arg-type]
+    optimizer = protrain.wrap(model, given, example_batch=(torch.zeros(2, 64),), **how)[1]
     assert optimizer.explain().updates_in_backward is inside

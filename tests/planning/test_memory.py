@@ -32,7 +32,7 @@ def test_states_per_parameter_without_the_gradient(dtype: str, trainable: int, f
 
 
 def test_sums_of_several_batches_take_four_bytes_where_gradients_take_two() -> None:
-    """Those in host memory pass through three buffers on the device."""
+    """Sums in host memory pass through three buffers on the device."""
     profile, modes = chain(3.0, 6.0), (NONE,) * 4
     one, several = (MemoryModel(each, MACHINE, pack(each, N)) for each in (profile, replace(profile, accumulation=2)))
     assert one.static_bytes(0, 3) - one.static_bytes(0, 2) == 2 * N

@@ -87,7 +87,7 @@ def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_
 
 
 def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:
-    """Of the weight alone. A backward takes 20 ms and an update 34, so from the third gradient on each waits."""
+    """A backward takes 20 ms and a whole update 34, so each gradient from the third on waits for a deferred one."""
     profile, hardware = chain(2.0, 20.0, n=8), replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 34.0)
     counts = placed(1, 7, n_speculate=6, n_weight_only=6)
     found = model_of(profile, hardware).timeline((NONE,) * 8, counts)
@@ -156,7 +156,7 @@ def test_a_gradient_is_open_from_its_first_part_to_its_last_or_as_long_as_parts_
 
     # Turns of backward yield {2, 3}, {1}, {1}, {0}.
     assert most_open(usual) == ([0, 1, 1, 1, 2], [2, 2, 2, 1, 0])
-    # That of chunk 0, whose unit encloses the others, comes at any time.
+    # The gradient of chunk 0 comes at any time, as its unit encloses the others.
     within = tuple(replace(unit, within=(0,) if unit.name != "u0" else ()) for unit in usual.units)
     assert most_open(replace(usual, units=within)) == ([0, 1, 2, 2, 3], [3, 2, 2, 1, 0])
     # Half of chunk 1 gets no gradient.
