@@ -19,7 +19,7 @@ from protrain.engine.states.chunks import Member
 from protrain.engine.states.initialisers import exchange, held_storages, start_of, start_value
 from protrain.engine.states.parameter_state import write_master, write_weight
 from protrain.engine.states.weight_files import WeightSources, reading, unmanaged
-from protrain.engine.weights.parameter import MOVED
+from protrain.engine.weights.parameter import mark_moved
 
 
 def fill(
@@ -138,5 +138,5 @@ def _drop(member: Member) -> None:
     with torch.no_grad():
         if parameter.is_meta:  # a tensor cannot leave the meta device by assigning its data
             exchange(parameter, nn.Parameter(weight.new_empty(0), requires_grad=parameter.requires_grad))
-        vars(parameter)[MOVED] = True
+        mark_moved(parameter)
         parameter.data = weight.new_empty(()).expand(member.shape)

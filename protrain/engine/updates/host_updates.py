@@ -140,7 +140,7 @@ class HostOptimizer:
     def run_commits(self) -> None:
         """Run commits ahead of their turn, until one of them starts an upload."""
         commits = self._commits
-        while commits and (commits[0].done() or self.buffers.last_upload.query()):  # one that is done has had its turn
+        while commits and (commits[0].done() or self.buffers.link_is_idle()):  # one that is done has had its turn
             commits.popleft().run()
 
 

@@ -67,7 +67,7 @@ class Buffer:
         # Tensors on the memory that may outlive its use: those that autograd saves through the engine. They are counted
         # to find others. The number never decreases: when known views die, some unknown ones may go unnoticed.
         self.known_views = 0
-        self.unknown_before = 0  # other tensors on the memory when units began to use it
+        self._unknown_before = 0  # other tensors on the memory when units began to use it
         self._storage = memory.untyped_storage()
         self._views: dict[int, Tensor] = {}  # by parameter
         self.state = Residency.EMPTY if resident is None else Residency.RESIDENT
@@ -85,12 +85,15 @@ class Buffer:
             self.known_views += 1
         return view
 
+    def begin_use(self) -> None:
+        """Units begin to use the content."""
+        self._unknown_before = self._unknown_views()
+
     def has_leaked_view(self) -> bool:
         """Whether more views are alive than when units began to use the content, beside those that are known."""
-        return self.unknown_views() > self.unknown_before
+        return self._unknown_views() > self._unknown_before
 
-    def unknown_views(self) -> int:
-        """How many views are alive, beside those that are known."""
+    def _unknown_views(self) -> int:
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count - self.known_views
 
@@ -133,7 +136,7 @@ class BufferPool:
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
         self.by_address = {storage_address(each.memory): each for each in (*self._by_chunk.values(), *self.buffers)}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
-        self.last_upload: Event = streams.event()  # the last one that was issued is done
+        self._last_upload: Event = streams.event()  # the last one that was issued is done
         self.fetches = 0  # uploads that were issued
         self.uploaded_bytes = 0  # by those from host memory
 
@@ -154,7 +157,7 @@ class BufferPool:
             self._make_whole(buffer, chunk)
             if not buffer.users:
                 self.streams.compute.wait_event(buffer.gathered)
-                buffer.unknown_before = buffer.unknown_views()
+                buffer.begin_use()
             buffer.users += 1
 
     def used(self, chunk: Chunk) -> Buffer:
@@ -221,6 +224,10 @@ class BufferPool:
                 self._upload(buffer, chunk)
                 buffer.become(Residency.UPLOADED)
 
+    def link_is_idle(self) -> bool:
+        """Whether all uploads that were issued are done."""
+        return self._last_upload.query()
+
     def _assign(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """Assign a buffer to ``chunk``, and evict what is in it: see ``claim``. None if there is no buffer for it."""
         unused = {  # by content; of empty buffers it is the first
@@ -254,7 +261,7 @@ class BufferPool:
                 self.streams.compute.record_event(buffer.free)
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
-        weight, h2d, self.last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
+        weight, h2d, self._last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
         self.fetches += 1
         self.uploaded_bytes += 0 if chunk.persistent else weight.nbytes
         h2d.wait_event(chunk.updated)

@@ -26,7 +26,7 @@ from protrain.common.trees import tensors_in
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe, on_itself
 
-MOVED = "protrain_moved"  # an attribute of parameters whose values lie in chunks only, and are gone if the wrap fails
+_MOVED = "protrain_moved"  # name of an attribute
 # It gives a parameter other data of its shape, without any check. Only the engine may call it, where torch functions of
 # subclasses are disabled.
 set_data: Any = cast(Any, torch.Tensor.data).__set__
@@ -132,9 +132,14 @@ class PresentParameter(nn.Parameter):
     __repr__: Any = describe
 
 
+def mark_moved(parameter: nn.Parameter) -> None:
+    """Note that the value of ``parameter`` lies in a chunk only, so that it is gone if the wrap fails."""
+    vars(parameter)[_MOVED] = True
+
+
 def has_moved(parameter: nn.Parameter) -> bool:
     """Whether the value was moved into a chunk by a wrap that then failed, so that it is gone."""
-    return MOVED in vars(parameter)
+    return _MOVED in vars(parameter)
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
