@@ -17,7 +17,6 @@ import pytest
 from tests.integrations.clients import llama
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 _Trainer: Any = transformers.Trainer
 ProTrainMixin: Any = importlib.import_module("protrain.integrations.transformers").ProTrainMixin
 on_protrain = importlib.import_module("protrain.integrations.transformers").on_protrain

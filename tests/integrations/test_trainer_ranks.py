@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from protrain.common.errors import MisuseError
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import assert_same
-from tests.integrations.clients import is_before, make, prepare
+from tests.integrations.clients import is_before, make
 
 MICRO_BATCHES = 6  # of a step, over all ranks
 
@@ -127,7 +127,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWa
 
 
 def training(client: str, folder: Path, **arguments: Any) -> Training:
-    prepare(client, folder)
     return Training(client=client, folder=folder / "one", arguments={"memory": MEMORY[client]} | arguments)
 
 
@@ -260,7 +259,6 @@ def error_of_first_alone(rank: int, what: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_averages_are_the_same_on_all_ranks_and_as_without_protrain(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
     ours, other = on_ranks(2, averages_on_rank, tmp_path / "ours", True)
     plain, _ = on_ranks(2, averages_on_rank, tmp_path / "plain", False)
     assert ours.keys() == plain.keys()

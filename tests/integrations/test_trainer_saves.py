@@ -19,7 +19,7 @@ from protrain.common.errors import CheckpointError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import assert_same
-from tests.integrations.clients import Run, error_on_rank, make, prepare, train, train_on_rank
+from tests.integrations.clients import Run, error_on_rank, make, train, train_on_rank
 
 HALF, LAST = "checkpoint-2", "checkpoint-4"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
@@ -33,7 +33,7 @@ def assert_same_runs(one: Run, other: Run) -> None:
 
 @pytest.mark.parametrize(
     "client",
-    ["Trainer", "SFT with LoRA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GRPO", "sentences"))],
+    ["Trainer", "SFT with LoRA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GRPO", "Contrast"))],
 )
 def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,7 +41,6 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     """Neither holds the whole state of the optimizer."""
     for gathering in ("full_state_dict", "state_dict", "load_state_dict"):
         monkeypatch.setattr(ProTrainOptimizer, gathering, None)
-    prepare(client, tmp_path)
     checkpoint = tmp_path / "through" / HALF
     through = train(client, tmp_path / "through", on_protrain=True)
     assert_same_runs(train(client, tmp_path / "resumed", on_protrain=True, resume=checkpoint), through)
@@ -130,7 +129,6 @@ class AtSaves(TrainerCallback):
 def test_the_best_model_is_loaded_and_other_checkpoints_are_deleted(
     client: str, only_model: bool, tmp_path: Path
 ) -> None:
-    prepare(client, tmp_path)
     best = {"load_best_model_at_end": True, "save_only_model": only_model, **BEST[client]}
     trainer, at_saves = make(client, tmp_path / "run", on_protrain=True, **best), AtSaves()
     trainer.add_callback(at_saves)

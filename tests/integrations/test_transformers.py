@@ -1,4 +1,4 @@
-"""The Trainers of transformers, TRL and sentence-transformers on ProTrain train as they do without it."""
+"""The Trainers of transformers and TRL on ProTrain train as they do without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.integrations.clients import (
     is_before,
     llama,
     make,
-    prepare,
     texts,
     train,
     train_on_rank,
@@ -53,10 +52,9 @@ def two(client: str, folder: Path, *, on_protrain: bool, **arguments: Any) -> li
 
 @pytest.mark.parametrize(
     "client",
-    [pytest.param(each, marks=() if each in ("Trainer", "SFT", "sentences") else pytest.mark.slow) for each in CLIENTS],
+    [pytest.param(each, marks=() if each in ("Trainer", "SFT", "Contrast") else pytest.mark.slow) for each in CLIENTS],
 )
 def test_one_process(client: str, tmp_path: Path) -> None:
-    prepare(client, tmp_path)
     plain = train(client, tmp_path / "plain", on_protrain=False, save_strategy="no")
     ours = train(client, tmp_path / "ours", on_protrain=True, save_strategy="no")
     # Swapping activations is cheaper with LoRA, and before 1.16 the trainers of TRL need less memory.
@@ -85,9 +83,8 @@ def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", ["GRPO", "sentences"])  # others are compared on three
+@pytest.mark.parametrize("client", ["GRPO", "Contrast"])  # others are compared on three
 def test_two_processes(client: str, tmp_path: Path) -> None:
-    prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
     ours = two(client, tmp_path / "ours", on_protrain=True)
     assert_same(ours[0].weights, ours[1].weights)
@@ -129,7 +126,6 @@ def test_what_grpo_generates_at_once_is_cut_into_the_batches_of_several_steps(tm
 
     Half of the rows end with the first word here, so that what is generated first is hardly ever the longest.
     """
-    prepare("GRPO", tmp_path)
     often_ended = {"sequence_bias": [[[2], 4.5]]}
     arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_iterations": 2, "save_strategy": "no"}
 
@@ -158,7 +154,6 @@ def test_what_grpo_generates_at_once_is_cut_into_the_batches_of_several_steps(tm
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_path: Path) -> None:
     """Where the model equals its reference, DPO's loss is log 2 and its margins are 0."""
-    prepare("DPO", tmp_path)
     arguments: dict[str, Any] = {"bf16": True, "precompute_ref_log_probs": precomputed, "reference": True}
     unsaved: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1}
     trainer = make("DPO", tmp_path, on_protrain=True, **arguments, **unsaved)
@@ -170,7 +165,6 @@ def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_p
 
 @pytest.mark.slow
 def test_a_reference_model_follows_the_model_on_two_processes(tmp_path: Path) -> None:
-    prepare("DPO", tmp_path)
     arguments: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "save_strategy": "no"}
     ours = two("DPO", tmp_path / "ours", on_protrain=True, **arguments)
     assert_close(ours[0], two("DPO", tmp_path / "plain", on_protrain=False, **arguments)[0])
@@ -234,7 +228,7 @@ def test_only_the_models_own_loss_is_computed_in_pieces(another: str, tmp_path: 
     elif another == "function":
         trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().logsumexp(-1).mean()
     elif another == "smoothing":
-        trainer.label_smoother = pytest.importorskip("transformers").trainer_pt_utils.LabelSmoother(epsilon=0.1)
+        trainer.label_smoother = transformers.trainer_pt_utils.LabelSmoother(epsilon=0.1)
     tokens = torch.randint(3, VOCABULARY, (2, 32))
     trainer._wrap_arguments["example_batch"] = {"input_ids": tokens, "labels": tokens}
     trainer.train()
@@ -295,7 +289,6 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
     """The plan is made for the first batch, and the optimizer is wrapped as it is."""
-    transformers = pytest.importorskip("transformers")
 
     def run(kind: Any, **more: Any) -> list[dict[str, float]]:
         model = llama()
