@@ -99,15 +99,14 @@ def causal(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
         train_dataset=data,
         eval_dataset=data.select(range(4)),
         data_collator=transformers.DataCollatorForLanguageModeling(words, mlm=False),
-        **ours,
     )
 
 
 def mixed(base: Any, ours: dict[str, Any]) -> Any:
     """The class ``base`` of trainers, on ProTrain if there are options for it."""
-    from protrain.integrations.transformers import ProTrainMixin
+    from protrain.integrations.transformers import on_protrain
 
-    return type(base.__name__, (ProTrainMixin, base), {}) if ours else base
+    return on_protrain(base, **ours) if ours else base
 
 
 def of_trl(kind: str, arguments: dict[str, Any], ours: dict[str, Any], *columns: str, **options: Any) -> Any:
@@ -122,7 +121,6 @@ def of_trl(kind: str, arguments: dict[str, Any], ours: dict[str, Any], *columns:
         eval_dataset=evaluated,
         processing_class=tokenizer(),
         **options,
-        **ours,
     )
 
 
@@ -214,7 +212,7 @@ def make(client: str, folder: Path, *, on_protrain: bool, memory: str | None = N
         "report_to": [],
         "disable_tqdm": True,
     }
-    ours = {"protrain": {"device_memory": memory or least}} if on_protrain else {}
+    ours = {"device_memory": memory or least} if on_protrain else {}
     return build(settings | arguments, ours)
 
 
@@ -234,12 +232,3 @@ def train(client: str, folder: Path, *, on_protrain: bool, resume: Path | bool |
 
 def train_on_rank(rank: int, client: str, folder: Path, on_protrain: bool, arguments: dict[str, Any]) -> Run:
     return train(client, folder, on_protrain=on_protrain, **arguments)
-
-
-def error_on_rank(rank: int, client: str, folder: Path, arguments: dict[str, Any]) -> str:
-    """The error of a training on ProTrain."""
-    try:
-        train(client, folder, on_protrain=True, **arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
