@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.distributed.training import set_dropout
+from tests.engine import residual
+
 lightning = pytest.importorskip("lightning")
 
-WIDTH, ROWS, STEPS = 32, 4, 6
+ROWS, STEPS = 4, 6
 
 
 @dataclass(frozen=True)
@@ -35,25 +38,14 @@ def assert_close(ours: Run, plain: Run) -> None:
         assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+def network() -> nn.Module:
+    return set_dropout(residual.make(width=32, depth=12), 0.0)
 
 
 def loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(48, WIDTH, generator=generator)
-    return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=ROWS)
+    rows = torch.randn(48, 8, generator=generator)
+    return DataLoader(TensorDataset(rows, rows[:, :4]), batch_size=ROWS)
 
 
 LightningModule: Any = lightning.LightningModule
@@ -89,7 +81,7 @@ class Module(LightningModule):
 def make_trainer(folder: Path, strategy: Any, **arguments: Any) -> Any:
     settings = {
         "accelerator": "cpu",
-        "devices": 1,
+        "devices": int(os.environ.get("WORLD_SIZE", 1)),
         "strategy": strategy,
         "max_steps": STEPS,
         "num_sanity_val_steps": 0,
@@ -104,21 +96,18 @@ def make_trainer(folder: Path, strategy: Any, **arguments: Any) -> Any:
 
 
 def fit(folder: Path, strategy: Any, *, resume: Path | None = None, **arguments: Any) -> Run:
-    module, trainer = Module(), make_trainer(folder, strategy, **arguments)
+    module, trainer, size = Module(), make_trainer(folder, strategy, **arguments), os.environ.get("WORLD_SIZE")
     trainer.fit(module, loader(), loader(), ckpt_path=resume and str(resume))
     trainer.save_checkpoint(folder / "end.ckpt")
     epoch = trainer.callback_metrics.get("loss_epoch")
     losses = [*module.losses, *([] if epoch is None else [float(epoch)])]
+    if size is not None:
+        os.environ["WORLD_SIZE"] = size  # which Lightning deletes when it has trained
     return Run(losses, {name: value.clone() for name, value in module.state_dict().items()})
 
 
-def fit_on_rank(rank: int, folder: Path, on_protrain: bool, resume: Path | None, **arguments: Any) -> Run:
-    size = os.environ["WORLD_SIZE"]  # which Lightning deletes when it has trained
-    strategy = protrain_strategy() if on_protrain else "ddp"
-    try:
-        return fit(folder, strategy, resume=resume, devices=int(size), **arguments)
-    finally:
-        os.environ["WORLD_SIZE"] = size
+def fit_on_rank(rank: int, folder: Path, on_protrain: bool, **arguments: Any) -> Run:
+    return fit(folder, protrain_strategy() if on_protrain else "ddp", **arguments)
 
 
 Callback: Any = lightning.Callback
@@ -139,14 +128,14 @@ class Norms(Callback):
 def norms_on_rank(rank: int, folder: Path, on_protrain: bool) -> tuple[Run, list[float]]:
     """A run with ``Norms``, and the norms that it has read."""
     callback = Norms()
-    run = fit_on_rank(rank, folder, on_protrain, None, callbacks=[callback], gradient_clip_val=0.5)
+    run = fit_on_rank(rank, folder, on_protrain, callbacks=[callback], gradient_clip_val=0.5)
     return run, callback.norms
 
 
 def fit_with_more_batches_on_rank(rank: int, folder: Path, on_protrain: bool) -> Run:
     """A run of two epochs, of which the second has steps of three batches."""
     schedule = lightning.pytorch.callbacks.GradientAccumulationScheduler({1: 3})
-    return fit_on_rank(rank, folder, on_protrain, None, callbacks=[schedule], max_steps=8)
+    return fit_on_rank(rank, folder, on_protrain, callbacks=[schedule], max_steps=8)
 
 
 def protrain_strategy(memory: str = "0.3MiB", **arguments: Any) -> Any:

@@ -139,7 +139,7 @@ def test_two_models_of_one_accelerator_have_folders_of_their_own(tmp_path: Path)
     from protrain.integrations.accelerate import wrap
 
     loop = Loop(example=True)
-    plain = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 1))
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 1))
     batch = next(iter(loader()))[0]
     second, optimizer = wrap(loop.accelerator, plain, torch.optim.AdamW(plain.parameters()), example_batch=batch)
     second, optimizer = loop.accelerator.prepare(second, optimizer)

@@ -61,7 +61,7 @@ def equal_batches() -> DataLoader[Any]:
 
 def whole_and_resumed_on_rank(rank: int, folder: Path) -> tuple[Run, Run]:
     """A fit that saves at step 3, and one that goes on from there. Nothing is gathered before they end."""
-    size = os.environ.get("WORLD_SIZE")
+    accumulated = 2 // int(os.environ.get("WORLD_SIZE", 1))
     runs = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, resume in (("whole", None), ("resumed", folder / "whole" / "step=3.ckpt")):
@@ -69,12 +69,10 @@ def whole_and_resumed_on_rank(rank: int, folder: Path) -> tuple[Run, Run]:
             callbacks = [checkpoints(folder / name, filename="{step}", save_top_k=-1), Guard(monkeypatch)]
             runs.append(
                 fit(
-                    folder / name, protrain_strategy(), resume=resume, devices=int(size or 1), callbacks=callbacks,
-                    accumulate_grad_batches=2 // int(size or 1), **FIT,
+                    folder / name, protrain_strategy(), resume=resume, callbacks=callbacks,
+                    accumulate_grad_batches=accumulated, **FIT,
                 )
             )  # fmt: skip
-            if size is not None:
-                os.environ["WORLD_SIZE"] = size  # which Lightning deletes when it has trained
     whole, resumed = ([*run.losses[:-1]] for run in runs)  # the last one is the mean of an epoch
     return Run(whole, runs[0].weights), Run(resumed, runs[1].weights)
 
@@ -147,7 +145,7 @@ def test_best_weights_are_validated_and_tested(tmp_path: Path) -> None:
 
 def weights_on_rank(rank: int, folder: Path) -> Run:
     callback = checkpoints(folder, filename="weights", save_weights_only=True)
-    return fit_on_rank(rank, folder, True, None, callbacks=[callback], **FIT)
+    return fit_on_rank(rank, folder, True, callbacks=[callback], **FIT)
 
 
 def test_weights_alone_are_a_file_that_any_trainer_reads(tmp_path: Path) -> None:

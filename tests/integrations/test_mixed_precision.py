@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import protrain
 from protrain.integrations.accelerate import wrap
 from tests.integrations.clients import forget_precision, make
-from tests.integrations.lightning_runs import WIDTH, LightningModule, make_trainer, protrain_strategy
+from tests.integrations.lightning_runs import LightningModule, make_trainer, protrain_strategy
 from tests.tiny_models import VOCABULARY
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-LENGTH, ROWS, STEPS = 16, 4, 4
+LENGTH, WIDTH, ROWS, STEPS = 16, 32, 4, 4
 CPU = "cpu"
 MEMORY = {CPU: ("0.3MiB", "64MiB"), "cuda": ("256MiB", "2GiB")}  # on a CPU the first holds a part of the states
 
