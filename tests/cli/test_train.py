@@ -53,7 +53,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=learner._tokenizer, pad_token="<pad>", eos_token="<end>"
     )
     tokenizer.chat_template = TEMPLATE.replace("ANSWER", ANSWER)
-    sizes = {"max_position_embeddings": 128, "attention_dropout": 0.1, "bos_token_id": None, "eos_token_id": 1}
+    sizes: dict[str, Any] = {
+        "max_position_embeddings": 128,
+        "attention_dropout": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
     tiny("llama", words=272, **sizes).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write(folder / "chats.jsonl", ROWS)
