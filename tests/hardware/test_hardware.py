@@ -19,8 +19,7 @@ from protrain.hardware.detection import assume, detect
 from protrain.hardware.memory import available_host_bytes, for_training, update_threads, usable_cores
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.hardware.shipped import load, next_card, of_card, of_gpu, of_machine, shipped_name, shipped_names
-from tests.planning.machines import H100
-from tests.planning.models import MACHINE, MIB
+from tests.planning.models import H100, MACHINE, MIB, TWO
 
 GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
@@ -322,9 +321,6 @@ def test_a_card_has_no_more_memory_than_it_has() -> None:
 
 
 # -- one of several ranks ----------------------------------------------------------------------------------------------
-
-
-TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 
 
 def test_rates_of_collectives_count_the_whole_tensor() -> None:
