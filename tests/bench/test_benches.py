@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +33,15 @@ from protrain.planning.plan import BlockMode
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs what suits a CPU")
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "protrain", "bench", "kernels", "-k", "protrain and 100", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    rows = json.loads((tmp_path / "kernels.json").read_text())
+    assert {"flatten, norm", "unflatten"} <= {row["operator"] for row in rows}
+    assert all(0 < row["percent_of_roof"] < 120 for row in rows)
 
 
 @pytest.mark.slow

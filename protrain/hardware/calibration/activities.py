@@ -60,7 +60,6 @@ class OnStream:
 
     def __init__(self, queue: Run, device: torch.device, times: int) -> None:
         self._queue = queue
-        self._device = device
         self._times = times
         self._stream = torch.cuda.Stream(device)
         # The events block, because a thread that spins would take a core from the host's AdamW.
@@ -69,7 +68,7 @@ class OnStream:
 
     def __call__(self) -> None:
         """Queue a unit and wait for the one before."""
-        torch.cuda.set_device(self._device)  # see [Note: the current GPU] in engine/updates/worker.py
+        torch.cuda.set_device(self._stream.device)  # see [Note: the current GPU] in engine/updates/worker.py
         with torch.cuda.stream(self._stream):
             for _ in range(self._times):
                 self._queue()
