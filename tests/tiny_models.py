@@ -25,9 +25,10 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("patch_size", "sliding_window", "chunk_size", "block_size"), 8),
     **{"word_embed_proj_dim": 32, "num_experts_per_tok": 2, "projection_dim": 16},
 }
-# What makes the models of ``tiny`` the same in every step.
-_NO_DROPOUT: dict[str, dict[str, Any]] = {
+# What the models of ``tiny`` have besides: no dropout, and attention to all that came before.
+_PLAIN: dict[str, dict[str, Any]] = {
     "gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "mistral": {"sliding_window": None},
     "opt": {"dropout": 0.0},
     "t5": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
 }
@@ -60,7 +61,7 @@ def tiny(family: str, seed: int = 0, words: int = VOCABULARY, **sizes: Any) -> A
     import transformers
 
     kind = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
-    config = tiny_config(family, {"vocab_size": words, **_NO_DROPOUT.get(family, {}), **sizes})
+    config = tiny_config(family, {"vocab_size": words, **_PLAIN.get(family, {}), **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind.from_config(config)

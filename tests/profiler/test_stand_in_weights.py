@@ -16,31 +16,6 @@ from protrain.profiler.stand_in_weights import StandInWeights
 from tests.profiler.test_trace import _batch, _Model
 
 
-def _filled(weights: StandInWeights) -> list[bool]:
-    found = [weights.filled(index) for index in range(len(weights.stand_ins))]
-    assert found == [stand_in.untyped_storage().nbytes() > 0 for stand_in in weights.stand_ins]
-    return found
-
-
-def test_what_is_emptied_first_stays_as_far_as_there_is_room() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    with StandInWeights(model, torch.device("cpu"), torch.float32, spare_bytes=2 * 8 * 8 * 4 + 100) as weights:
-        weights.fill(range(4))
-        for index in (3, 1, 0, 2):
-            weights.empty([index])
-        assert _filled(weights) == [False, True, False, True]
-        weights.fill(range(4))
-        for layer, stand_in in zip(model, weights.stand_ins, strict=True):
-            assert layer._parameters["weight"] is stand_in
-        weights.empty(range(4))
-        assert _filled(weights) == [False, True, False, True]
-        kept = [
-            stand_in.equal(weights.originals[index]) for index, stand_in in enumerate(weights.stand_ins) if index % 2
-        ]
-        assert kept == [True, True]
-    assert _filled(weights) == [False] * 4
-
-
 class _Noisy(nn.Module):
     """Its forward raises an error where a scale is not positive."""
 
