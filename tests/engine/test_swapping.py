@@ -18,6 +18,7 @@ from protrain.engine.gradients import reduction
 from protrain.engine.states import parameter_state
 from protrain.engine.streams import Streams, streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import residual
 from tests.engine.harness import Batch, Spec, adamw, check_equal_to_plain, default_loss, wrap_under
 
 ROWS, WIDTH, DEPTH = 64, 32, 4
@@ -71,9 +72,8 @@ class Rows(nn.Module):
         return self.leave(hidden)
 
 
-def rows(count: int = 4) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(ROWS, 8, generator=generator),) for _ in range(count)]
+def rows(count: int) -> list[Batch]:
+    return residual.batches(count, (ROWS, 8))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_packed_block_is_one_copy_each_way(copies: list[Any], device: torch.de
     found = {}
     for packed in (False, True):
         model, spec = Rows(), Spec("all", "least", "s", packed=packed)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows(1)[0], device=device)
         for batch in rows(3):
             copies.clear()
             step(wrapped, optimizer, batch)
@@ -139,8 +139,8 @@ def test_the_engine_moves_tensors_by_the_public_kernels(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(module, name, counted)
     model: nn.Module = Rows()
-    model, optimizer = wrap_under(BOTH[1], model, adamw(model), rows()[0])
-    x = rows()[0][0].requires_grad_()
+    model, optimizer = wrap_under(BOTH[1], model, adamw(model), rows(1)[0])
+    x = rows(1)[0][0].requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().mean(), [x], create_graph=True)
     optimizer.backward(slope.square().mean())
     with protrain.full_parameters(model):
@@ -151,8 +151,8 @@ def test_the_engine_moves_tensors_by_the_public_kernels(monkeypatch: pytest.Monk
 def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, copies: list[Any]) -> None:
     for modes, count in (("i", DEPTH), ("ic", DEPTH // 2), ("c", 0)):
         model = Rows()
-        wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
+        wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows(1)[0], device=device)
         copies.clear()
-        step(wrapped, optimizer, rows()[0])
+        step(wrapped, optimizer, rows(1)[0])
         moved = [size_bytes for way, dtype, size_bytes in copies if way == "offload" and dtype is torch.uint8]
         assert moved == [ROWS * WIDTH * 4] * count, modes  # gradients are of another type
