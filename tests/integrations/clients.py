@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -77,11 +76,10 @@ def is_before(library: str, version: str) -> bool:
 
 
 def forget_precision() -> None:
-    """Forget the precision of the last training, which Accelerate and early versions of transformers keep."""
+    """Forget the precision of the last training, which Accelerate keeps."""
     import accelerate
 
     accelerate.state.AcceleratorState._reset_state(True)
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 def llama() -> Any:
@@ -94,7 +92,7 @@ def causal(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
     words = tokenizer()
     data = texts("text").map(lambda row: {"input_ids": words(row["text"])["input_ids"]}, remove_columns=["text"])
     return mixed(transformers.Trainer, ours)(
-        model=llama(),
+        model=arguments.pop("model", llama)(),
         args=transformers.TrainingArguments(**arguments),
         train_dataset=data,
         eval_dataset=data.select(range(4)),
@@ -115,7 +113,7 @@ def of_trl(kind: str, arguments: dict[str, Any], ours: dict[str, Any], *columns:
 
     data, evaluated = data_of(arguments, *columns)
     return mixed(getattr(trl, f"{kind}Trainer"), ours)(
-        model=llama(),
+        model=arguments.pop("model", llama)(),
         args=getattr(trl, f"{kind}Config")(**({"bf16": False} | arguments)),
         train_dataset=data,
         eval_dataset=evaluated,
@@ -194,7 +192,10 @@ CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 
 def make(client: str, folder: Path, *, on_protrain: bool, memory: str | None = None, **arguments: Any) -> Any:
-    """The trainer of ``client``, plain or on ProTrain, within ``memory`` or one in which not all states fit."""
+    """The trainer of ``client``, plain or on ProTrain, within ``memory`` or one in which not all states fit.
+
+    ``arguments`` are those of its training, and ``model``, which makes another one than ``llama``.
+    """
     forget_precision()
     build, least, least_of_two = CLIENTS[client]
     if dist.is_initialized():

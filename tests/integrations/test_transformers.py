@@ -16,7 +16,6 @@ from protrain.integrations.transformers import ProTrainTrainer
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import assert_same
-from tests.integrations import clients
 from tests.integrations.clients import (
     CLIENTS,
     Run,
@@ -62,7 +61,7 @@ def test_one_process(client: str, tmp_path: Path) -> None:
     assert_close(ours, plain)
 
 
-def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path) -> None:
     """TRL computes its loss, as the model would learn to copy the token at its place."""
     config = transformers.BartConfig(
         **{"vocab_size": 96, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 4},
@@ -76,9 +75,9 @@ def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path, monkeypa
         model.load_state_dict(weights)
         return model
 
-    monkeypatch.setattr(clients, "llama", bart)
-    plain = train("SFT", tmp_path / "plain", on_protrain=False, save_strategy="no")
-    assert_close(train("SFT", tmp_path / "ours", on_protrain=True, memory="16MiB", save_strategy="no"), plain)
+    arguments: dict[str, Any] = {"model": bart, "save_strategy": "no"}
+    plain = train("SFT", tmp_path / "plain", on_protrain=False, **arguments)
+    assert_close(train("SFT", tmp_path / "ours", on_protrain=True, memory="16MiB", **arguments), plain)
 
 
 @pytest.mark.slow
