@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -61,6 +62,13 @@ def _choices(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> t
     """What makes a launch another variant, whatever the sizes."""
     chosen = {name: value for name, value in constants.items() if name not in _OF_SIZES}
     return kernel.fn.__name__, frozenset({**types, **chosen}.items())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_numpy() -> Iterator[None]:
+    """NumPy, by which Triton's interpreter computes, keeps its remarks on infinities and NaN to itself."""
+    with numpy.errstate(all="ignore"):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
