@@ -103,8 +103,18 @@ def shown_as_patches(g: torch.Generator) -> Batch:
     }
 
 
+def paired(g: torch.Generator) -> Batch:
+    tokens = ids(g)
+    tokens[:, -1] = 2
+    return {"input_ids": tokens, **pictures(g), "return_loss": True}
+
+
 def spoken(g: torch.Generator) -> Batch:
     return {"input_features": torch.randn(2, 8, 32, generator=g), "labels": ids(g, 10)}
+
+
+def waves(g: torch.Generator) -> Batch:
+    return {"input_values": torch.randn(2, 800, generator=g), "labels": ids(g, 5)}
 
 
 # -- families of transformers ------------------------------------------------------------------------------------------
@@ -178,6 +188,7 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
             **{"num_queries": 8, "auxiliary_loss": True, "num_feature_levels": 2, "num_labels": 3},
         },
     ),
+    "clip": ("CLIPModel", paired, {}),
     "llava": ("LlavaForConditionalGeneration", partial(shown, parts=16), {**LLAMA, "image_token_index": IMAGE}),
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
@@ -192,6 +203,14 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
         "WhisperForConditionalGeneration",
         spoken,
         {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "dropout": 0.1},
+    ),
+    "wav2vec2": (
+        "Wav2Vec2ForCTC",
+        waves,
+        {
+            **{"conv_dim": [16, 16], "conv_kernel": [10, 4], "conv_stride": [5, 4], "layerdrop": 0.0},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0},
+        },
     ),
 }
 
