@@ -169,8 +169,9 @@ def wrap(
         warn_of_copies(model, ranks, host_bytes=node.host_bytes, is_limit=host_memory is not None)
         if ranks.several:
             ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
-            when = "none" if example_batch is None else "given"
-            ranks.agree("way to train", [*options.same_on_all_ranks(), f"example_batch={when}"])
+            ranks.agree(
+                "way to train", [*options.same_on_all_ranks(), f"example_batch given: {example_batch is not None}"]
+            )
             ranks.use(target)
         switch_off_checkpointing(checkpointing_switches(model), warn=True)
         if target.type == "cuda":
@@ -188,6 +189,7 @@ def wrap(
             ranks.reporting("protrain.wrap"),
             first_alone_warns(ranks),
             wrapped.first_call.begins(),
+            torch.inference_mode(False),
             heard(progress and ranks.rank == 0),
         ):
             refuse_gradients(model, before="the first call of the model")

@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
-from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_of_cache
+from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_in, tensors_of_cache
 from protrain.forward.module_state import BlockModules, RandomState
 
 INPUTS = "its inputs, as it is recomputed"
@@ -50,14 +50,15 @@ class Recomputation:
         self._on = device
         self._forms: list[_Form] = []  # of the tensors that the first run saved
         self._recomputed: dict[int, Any] = {}  # what keeps the tensors that the second run saved, by their number
-        self._cached: list[tuple[Tensor, int]] = []  # the tensors in key/value caches, with their versions
+        # The tensors that it was given, key/value caches' as well, with their versions when the first run began.
+        self.watched: list[tuple[Tensor, int]] = []
 
     # -- what a subclass may change
 
     def as_given(self, leaf: Any) -> Any:
         """The object that is kept in place of ``leaf``, which is one of the arguments or a part of one."""
         if is_cache(leaf):
-            self._cached += watch(tensors_of_cache(leaf))
+            self.watched += watch(tensors_of_cache(leaf))
             return copied_cache(leaf)
         return leaf
 
@@ -84,7 +85,8 @@ class Recomputation:
 
     def refuse_changes(self) -> None:
         """MisuseError if the second run would find something that has changed since the first."""
-        self._look_at_caches()
+        if any(tensor._version != version for tensor, version in self.watched):
+            raise written_over(self._label, INPUTS)
         if (name := self.modules.changed_tensor()) is not None:
             raise MisuseError(
                 f"backward through {self._label} needs {name} as it was in forward, but it was written to since, and "
@@ -98,6 +100,7 @@ class Recomputation:
         """Begin the first run of ``function``, which is given the arguments as they are."""
         self.function = function
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
+        self.watched += watch(tensors_in((self.args, self.kwargs)))
         self._autocast = autocast_of_now(self._on.type)
         self.modules = self._block.at_call()
         self._random_state = RandomState(self._on, self.modules.generators)
@@ -111,7 +114,6 @@ class Recomputation:
         """End the first run."""
         self.modules.first_run_ends()
         self._recomputed.clear()  # it has entries if the block has computed gradients itself
-        self._look_at_caches()
 
     @property
     def needed(self) -> bool:
@@ -165,20 +167,13 @@ class Recomputation:
                     f"{self._label} makes the offsets of a nested tensor itself, and torch takes those of the "
                     "recomputation for others: make the offsets where the block is called, and pass them to it"
                 )
-            first, second = _described(forms[index]), _described(form)
-            raise self._other_operations(f"saved {first} in forward and {second} in its place when recomputed")
+            raise self._other_operations(
+                f"saved {_described(forms[index])} in forward and {_described(form)} in its place when recomputed"
+            )
         recomputed[index] = self.keep(tensor)
         if index + 1 == len(forms):
             raise _Stop
         return index
-
-    def _look_at_caches(self) -> None:
-        """MisuseError if the copies of key/value caches are no longer what the first run was given."""
-        if any(tensor._version != version for tensor, version in self._cached):
-            raise MisuseError(
-                f"{self._label} was given a key/value cache whose tensors were written to since, so it cannot be "
-                "recomputed: pass use_cache=False, or a cache that grows (transformers.DynamicCache)"
-            )
 
     def _other_operations(self, what: str) -> MisuseError:
         return MisuseError(
@@ -216,7 +211,8 @@ def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any
 def written_over(label: str, what: str) -> MisuseError:
     """The error for a backward that needs values which were changed since forward."""
     return MisuseError(
-        f"backward through {label} needs {what}, but one was changed in place since: change a copy (tensor.clone())"
+        f"backward through {label} needs {what}, but one was changed in place since: change a copy (tensor.clone(), "
+        "inplace=False, or transformers.DynamicCache in place of a static cache)"
     )
 
 

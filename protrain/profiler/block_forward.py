@@ -87,8 +87,7 @@ class CheckpointedCall(Recomputation):
     """A call of a block in the trace, which keeps its inputs and is recomputed in backward.
 
     It keeps a tensor object of its own for each tensor that the block was given, so that it counts as one more user of
-    the storage. A block that changes its own inputs in place is recomputed with the changed ones: a plan may do without
-    recomputing that block.
+    the storage.
     """
 
     def __init__(self, label: str, modules: BlockModules, device: torch.device) -> None:

@@ -140,7 +140,9 @@ FAULTS = {
     "dtype": Fault(
         HAS + "way to train than rank 0 ('dtype=torch.bfloat16', not 'dtype=torch.float", options={"dtype": "bfloat16"}
     ),
-    "no example": Fault(HAS + "way to train than rank 0 ('example_batch=none', not ", options={"example_batch": None}),
+    "no example": Fault(
+        HAS + "way to train than rank 0 ('example_batch given: False', not ", options={"example_batch": None}
+    ),
     "another model": Fault(HAS + "model than rank 0", options={"depth": 2}),
 }
 

@@ -19,6 +19,7 @@ from tests.regressions.plain import (
     both_plans,
     check,
     left,
+    plain,
     rows,
     same_bits,
     step,
@@ -228,6 +229,15 @@ def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) 
             return left(model, optimizer)
 
     assert_same(run(plan), run("on the device"))
+
+
+def test_a_model_is_wrapped_in_inference_mode() -> None:
+    """wrap said that the model's output depends on no parameter."""
+    model = Blocks()
+    optimizer = adamw(model)
+    with torch.inference_mode():
+        training = protrain.wrap(model, optimizer, example_batch=rows(), device="cpu", progress=False)
+    assert train(*training) == train(*plain())
 
 
 class Symmetric(nn.Module):

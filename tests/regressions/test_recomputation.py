@@ -156,6 +156,12 @@ def test_a_block_that_writes_its_weight_is_refused(plan: str, keeps: bool, mode:
         wrapped(ON_DEVICE, lambda: other)
 
 
+def test_a_block_that_writes_its_input_is_refused_under_every_plan() -> None:
+    """A plan decided whether it could train, and torch's error about leaves said nothing of the cause."""
+    with pytest.raises(protrain.MisuseError, match=r"blocks\.3 needs its inputs.*changed in place.*inplace=False"):
+        wrapped(ON_DEVICE, lambda: Blocks(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))))
+
+
 def test_an_error_of_the_first_forward_names_the_module() -> None:
     """An error of the model in its first forward, such as an index beyond an embedding, names the module."""
     model = nn.Sequential(nn.Embedding(8, WIDTH), Blocks())

@@ -7,7 +7,8 @@ of the same form (type, shape, stride, offset) there. This copies nothing and wo
 
 [Note: written over] Autograd raises if a backward needs a saved tensor that was changed in place since, but it does not
 check tensors that go through hooks. So the engine checks the version of every tensor that stays on the device, or is
-copied to the host later, when it is used. The inputs of a block that is recomputed are checked likewise.
+copied to the host later, when it is used. The inputs of a block that is recomputed are checked likewise, in a profile,
+too, so that no plan decides whether they may change.
 
 A ``Frame`` stands for one call of a unit. Its class is the activation mode: keep saved tensors (NONE), keep the
 inputs only and run forward again (CKPT), move saved tensors to host memory and back (SWAP), or keep the inputs in host
@@ -34,7 +35,7 @@ from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.dispatch import detached
-from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
+from protrain.forward.recomputation import Recomputation, written_over
 
 SAVED = "tensors that it saved"
 
@@ -180,8 +181,6 @@ class CheckpointFrame(Frame, Recomputation):
         Frame.__init__(self, engine, unit)
         Recomputation.__init__(self, unit.label, unit.modules, engine.memory.device)
         self.attention = KeptAttention(engine.memory.device) if engine.plan.keep_attention else None
-        self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
-        self.inputs_changed = False  # whether an input has changed since
 
     # What the second run saves is kept as if it were the first run of a block that is not recomputed.
     keep = Frame.keep
@@ -189,11 +188,9 @@ class CheckpointFrame(Frame, Recomputation):
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tensors_in((args, kwargs))
-        for tensor in given:
+        for tensor in tensors_in((args, kwargs)):
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor, within=self)
-        self.watched = watch(given)
         self.first_run_begins(function, args, kwargs)
         for copy in self.modules.copies.values():
             self.engine.ledger.hold(copy, within=self)
@@ -228,14 +225,3 @@ class CheckpointFrame(Frame, Recomputation):
                 yield
         finally:
             self.running = before
-
-    @override
-    def refuse_changes(self) -> None:
-        self.look_at_inputs()
-        if self.inputs_changed:
-            raise written_over(self.unit.label, INPUTS)
-        super().refuse_changes()
-
-    def look_at_inputs(self) -> None:
-        """Record whether an input has changed since the first run."""
-        self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)

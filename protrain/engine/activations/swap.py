@@ -32,7 +32,7 @@ from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached
-from protrain.forward.recomputation import INPUTS, watch, written_over
+from protrain.forward.recomputation import INPUTS, written_over
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES, BlockMode
 from protrain.planning.timeline import DOWN, UP
 from protrain_kernels import Packed, pack, unpack
@@ -263,19 +263,20 @@ class CheckpointSwapFrame(CheckpointFrame):
 
         Returns the inputs among ``given``.
         """
-        self.look_at_inputs()
         tensors = _plain_tensors((self.args, self.kwargs))
         shared = given.intersection(map(storage_address, tensors))
         computed = {storage_address(tensor) for tensor in tensors if tensor.grad_fn is not None}
         alone = computed - shared - self.shared
+        gone = set[int]()  # the inputs that are offloaded, by id
 
         def offloaded(leaf: Any) -> Any:
             if type(leaf) is Tensor and storage_address(leaf) in alone and self.offload.accepts(leaf):
+                gone.add(id(leaf))
                 return _OffloadedInput(self.offload.add(leaf), leaf.requires_grad)
             return leaf
 
         self.args, self.kwargs = map_leaves(offloaded, (self.args, self.kwargs))
-        self.watched = watch(tensors_in((self.args, self.kwargs)))
+        self.watched = [(t, version) for t, version in self.watched if id(t) not in gone or t._version != version]
         if self.attention is not None:
             self.attention.move(
                 lambda tensor: (
