@@ -1,4 +1,4 @@
-"""Families of models in tiny: how each is built, which batches it trains on, and which loss its users take."""
+"""Families of models in tiny: how each is built, and which batches it trains on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from tests.tiny_models import VOCABULARY, tiny_config
 IMAGE = 3  # the token that stands for a part of a picture
 Batch: TypeAlias = dict[str, Any]
 Draw: TypeAlias = Callable[[torch.Generator], Batch]
-
-
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that the model returns."""
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +101,6 @@ def shown_as_patches(g: torch.Generator) -> Batch:
         "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
         "mm_token_type_ids": (batch["input_ids"] == IMAGE).long(),
     }
-
-
-def shown_as_tiles(g: torch.Generator) -> Batch:
-    one = torch.ones(2, 1, dtype=torch.long)
-    masks = {"aspect_ratio_mask": one[:, :, None], "cross_attention_mask": one[:, :, None, None].expand(-1, 16, -1, -1)}
-    return {**language(g), "pixel_values": pictures(g)["pixel_values"][:, None, None], "aspect_ratio_ids": one, **masks}
 
 
 def paired(g: torch.Generator) -> Batch:
@@ -211,17 +199,6 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
             **{"image_token_id": IMAGE, "vision_start_token_id": 4, "vision_end_token_id": 5, "video_token_id": 6},
         },
     ),
-    "mllama": (
-        "MllamaForConditionalGeneration",
-        shown_as_tiles,
-        {
-            "text_config": {"cross_attention_layers": [1]},
-            "vision_config": {
-                **{"num_hidden_layers": 2, "num_global_layers": 1, "max_num_tiles": 1},
-                **{"intermediate_layers_indices": [0, 1], "vision_output_dim": 96, "supported_aspect_ratios": [[1, 1]]},
-            },
-        },
-    ),
     "whisper": (
         "WhisperForConditionalGeneration",
         spoken,
@@ -232,7 +209,7 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
         waves,
         {
             **{"conv_dim": [16, 16], "conv_kernel": [10, 4], "conv_stride": [5, 4], "layerdrop": 0.0},
-            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0},
         },
     ),
 }

@@ -82,8 +82,7 @@ class Network(residual.Model):
 
 
 def graphs(kind: str, count: int, nodes: int = 6) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(KINDS[kind](torch.randn(nodes, 8, generator=generator), EDGES),) for _ in range(count)]
+    return [(KINDS[kind](x, EDGES),) for (x,) in residual.batches(count, (nodes, 8))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,11 +63,15 @@ def test_a_profile_is_the_same_wherever_weights_stay(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StandInWeights, "_fill", counted)
     model, found = _Model(), []
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    kept_bytes: list[int] = []
     for spare_bytes, most in ((0, 4), (300, 4), (10**9, 1)):
         fills.clear()
         monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_, size=spare_bytes: size)
         found.append(_timeless(protrain.profile(model, _batch(), device="cpu")))
         assert max(fills.values()) == most, "forward and backward of either step"
+        kept_bytes.append(sum(sizes[index] for index, count in fills.items() if count == 1))
+    assert 0 < kept_bytes[1] - kept_bytes[0] <= 300, "beside what is kept in any case"
     assert found[0] == found[1] == found[2]
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import protrain
+from tests.engine.harness import adamw
 from tests.regressions.plain import (
     Blocks,
-    adamw,
     assert_same,
     both_plans,
     check,

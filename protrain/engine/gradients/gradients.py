@@ -200,7 +200,7 @@ class Gradients:
         """MisuseError if there is no gradient, or none of parameter ``index``, which ``what`` needs."""
         if not (any(self.present) if index is None else self.present[index]):
             name = "gradients" if index is None else f"the gradient of {self.members[index].name}"
-            raise MisuseError(f"{what} without {name}: call loss.backward() first")
+            raise MisuseError(f"{what} without {name}: call loss.backward() first, on parameters that were wrapped")
 
     def refuse_zeros(self) -> None:
         """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.

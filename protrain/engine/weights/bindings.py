@@ -235,5 +235,5 @@ def refuse_leaked_views(unit: Unit, buffers: BufferPool) -> None:
         raise MisuseError(
             f"{unit.label} keeps a view of a weight ({', '.join(names)}) after its forward, when the weight may have "
             "left the device: in a torch.autograd.Function use ctx.save_for_backward and no attribute of ctx, and "
-            "elsewhere keep a copy (tensor.clone())"
+            "elsewhere, another thread that reads the model included, keep a copy (tensor.clone())"
         )
