@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ _SLICE = 1 << 20  # elements that are compared at the start, in the middle and a
 _HOST_SHARE = 0.8  # of the free host memory; a step of plain torch needs some beside the states
 
 
-@dataclass
-class States:
+class States(NamedTuple):
     """One chunk's weight, fp32 master in the weight's form, moments and gradient, 1-d on one device."""
 
     weight: Tensor
@@ -63,11 +61,6 @@ class States:
         moments = normal(1e-4).to(moment_dtype), normal(1e-4).square_().to(moment_dtype)
         return cls(weight, master, *moments, normal(1e-3).to(dtype))
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        """In the order of ``protrain_kernels.adam``."""
-        return self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad
-
     def part(self, place: slice) -> States:
         """Copies of a part, the gradient where the weight is."""
         return self._each(lambda tensor: tensor[place].to(self.weight.device, copy=True))
@@ -78,7 +71,7 @@ class States:
 
     def on_host(self, arena: Arena) -> States:
         """Copies in memory of ``arena``. MemoryError where the host has too little for them."""
-        _need_host_bytes(sum(tensor.nbytes for tensor in self.tensors if tensor is not None))
+        _need_host_bytes(sum(tensor.nbytes for tensor in self if tensor is not None))
         return self._each(lambda tensor: arena.take(tensor.numel(), tensor.dtype).copy_(tensor))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> States:
@@ -141,7 +134,7 @@ def measure(
 def expect_bits(states: States, before: list[States]) -> str:
     """The verdict once ``states``, whose parts were ``before``, took a step of ours."""
     for place, part in zip(states.places(), before, strict=True):
-        adam_reference(*part.tensors, SCALARS)
+        adam_reference(*part, SCALARS)
         after = states.part(place)
         for name in ("weight", "master", "exp_avg", "exp_avg_sq"):
             wanted = getattr(part, name)

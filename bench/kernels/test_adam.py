@@ -55,10 +55,10 @@ def test_adam(recorder: Recorder, shape: str, held: str, implementation: str) ->
 def _implementation(recorder: Recorder, states: States, name: str) -> tuple[Callable[[], None], str]:
     if name == OURS:
         step = adam if states.weight.is_cuda else launch_adam  # a CPU tensor would go to the C kernel
-        return lambda: step(*states.tensors, SCALARS), ""
+        return lambda: step(*states, SCALARS), ""
     if name in (EAGER, COMPILED):
         plain = compiled(recorder, adam_states.plain_step) if name == COMPILED else adam_states.plain_step
-        return lambda: plain(*states.tensors), torch.__version__
+        return lambda: plain(*states), torch.__version__
     if name == "torch.optim fused AdamW":
         return OptimizerStep(states, torch.optim.AdamW, fused=True), torch.__version__
     if not recorder.timed:

@@ -65,10 +65,10 @@ def _implementation(
     recorder: Recorder, states: States, fp32_grad: Tensor, name: str
 ) -> tuple[Callable[[], object], str]:
     if name == OURS:
-        return lambda: adam(*states.tensors, SCALARS), ""
+        return lambda: adam(*states, SCALARS), ""
     if name in (EAGER, COMPILED):
         plain = compiled(recorder, adam_states.plain_step) if name == COMPILED else adam_states.plain_step
-        return lambda: plain(*states.tensors), torch.__version__
+        return lambda: plain(*states), torch.__version__
     if name in (FUSED, FUSED_FP32):
         casts = name == FUSED
         return OptimizerStep(states, torch.optim.AdamW, grad=fp32_grad, casts=casts, fused=True), torch.__version__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,15 +25,10 @@ LINK_BYTES = 26  # a parameter: weight, remainder and moments up and down, and t
 _STAGING_BYTES = {True: 512 << 20, False: 1 << 16}  # by whether the sizes are whole
 
 
-class StreamedStep:
-    """A step by the GPU on ``states`` in pinned host memory."""
-
-    def __init__(self, states: States, device: torch.device, *, staging_bytes: int) -> None:
-        self._states, self._staging = states, AdamStaging(device, size_bytes=staging_bytes)
-
-    def __call__(self) -> None:
-        """Queue an update of all; the current stream waits for its end."""
-        streamed_adam(*self._states.tensors, SCALARS, self._staging).wait(self._staging.api.current_stream())
+def streamed_step(states: States, device: torch.device, *, staging_bytes: int) -> Callable[[], None]:
+    """A step by the GPU on ``states`` in pinned host memory, for whose end the current stream waits."""
+    staging = AdamStaging(device, size_bytes=staging_bytes)
+    return lambda: streamed_adam(*states, SCALARS, staging).wait(staging.api.current_stream())
 
 
 class CopiedStep:
@@ -54,7 +51,7 @@ class CopiedStep:
             assert device is not None
             device.copy_(host, non_blocking=True)
         if self._optimizer is None:
-            adam_states.plain_step(*there.tensors)
+            adam_states.plain_step(*there)
         else:
             self._optimizer()
         for host, device in [*pairs, (here.weight, there.weight)]:
@@ -70,11 +67,10 @@ def test_streamed_adam(recorder: Recorder, shape: str, implementation: str) -> N
     ours, device = implementation == OURS, recorder.device
     elements, arena = chunk_elements(shape, whole=recorder.timed), Arena(device)
     states = States.random(elements, torch.bfloat16, device, split_master=ours).on_host(arena)
-    run = (
-        StreamedStep(states, device, staging_bytes=_STAGING_BYTES[recorder.timed])
-        if ours
-        else CopiedStep(states, device, fused=implementation == FUSED)
-    )
+    if ours:
+        run = streamed_step(states, device, staging_bytes=_STAGING_BYTES[recorder.timed])
+    else:
+        run = CopiedStep(states, device, fused=implementation == FUSED)
     adam_states.measure(
         recorder,
         states,

@@ -10,7 +10,7 @@ import pytest
 from protrain.cli.main import main
 from protrain.cli.models import choose_trained, read_architecture
 from protrain.cli.options import parse_lora
-from tests.tiny_models import config_of
+from tests.tiny_models import tiny_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -70,7 +70,7 @@ def test_what_cannot_be_done_is_said(options: list[str], message: str, capsys: p
 
 
 def test_experts_get_no_adapter(tmp_path: Path) -> None:
-    config_of("mixtral").save_pretrained(tmp_path)
+    tiny_config("mixtral", {}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\S+ is no linear layer, .*: give targets"):
         choose_trained(read_architecture(str(tmp_path)), "r=2", ())
     choose_trained(read_architecture(str(tmp_path)), "r=2,targets=q_proj", ())

@@ -83,25 +83,23 @@ def by_label(rows: list[str], width: int) -> dict[str, str]:
 
 
 def test_what_does_not_fit_is_an_answer_too(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(capsys, *TINY, "--device-memory", "100MiB", "--json")
-    answer = json.loads(out)
-    assert (status, answer["fits"], answer["plan"]) == (2, False, None)
-    assert answer["verdict"] in err
+    def refused(*words: str) -> tuple[dict[str, Any], str]:
+        status, out, err = run(capsys, *TINY, *words, "--json")
+        answer: dict[str, Any] = json.loads(out)
+        assert (status, answer["fits"], answer["plan"], answer["parameters"]) == (2, False, None, 1_820_352)
+        assert answer["verdict"] in err
+        return answer, err
+
+    answer, _ = refused("--device-memory", "100MiB")
     assert "no plan fits the GPU memory: needed " in answer["verdict"]
     assert answer["machine"]["rates"] == "composed"
     whats = [other["what"] for other in answer["alternatives"]]
     more = "64 GiB more RAM (--host-memory 128GiB)"
     assert {"--batch 1", more, "2 GPUs (--gpus 2)"} <= {*whats}
     assert not any("rtx4090" in what for what in whats), "the limit that is given would be that of another card too"
-
-
-def test_a_batch_that_no_plan_fits_is_an_answer_too(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["--batch", "77", "--no-compile"]  # which no other test has counted before
-    status, out, err = run(capsys, *TINY, *large, "--device-memory", "64KiB", "--json")
-    answer = json.loads(out)
-    assert (status, answer["fits"], answer["plan"], answer["parameters"]) == (2, False, None, 1_820_352)
-    assert answer["verdict"] in err
-    assert "Nothing that was tried instead fits." in err
+    # No other test has counted such a batch before.
+    answer, said = refused("--device-memory", "64KiB", "--batch", "77", "--no-compile")
+    assert "Nothing that was tried instead fits." in said
     assert answer["machine"]["device_bytes"] == 64 * 2**10
 
 

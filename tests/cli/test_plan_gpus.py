@@ -113,15 +113,10 @@ def test_machines_are_compared_in_one_table(
         (["--compare", "h100x1", "--gpus", "2"], "leave out --hardware, --gpus and --nodes"),
         (["--compare", "h100x1", "--explain"], "not allowed with argument"),
         (["--nodes", "0"], "--nodes: must be at least 1, not 0"),
+        (["--gpus", "0"], "--gpus: must be at least 1, not 0"),
         (["--nodes", "2", "--network-gbps", "0"], "--network-gbps: must be at least 0.001, not 0"),
     ],
 )
 def test_what_is_no_machine_is_refused(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "plan", "tiny", *options)
     assert (status, words in err) == (2, True), err
-
-
-def test_a_number_of_gpus_is_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, *TINY, "--gpus", "0")
-    assert status == 2
-    assert "--gpus: must be at least 1, not 0" in err

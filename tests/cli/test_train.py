@@ -19,6 +19,7 @@ import torch
 from protrain.checkpoint.tensor_files import used_alone
 from protrain.cli.main import main
 from tests.distributed.apart import LIMIT_S
+from tests.tiny_models import tiny
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -52,21 +53,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=learner._tokenizer, pad_token="<pad>", eos_token="<end>"
     )
     tokenizer.chat_template = TEMPLATE.replace("ANSWER", ANSWER)
-    config = transformers.LlamaConfig(
-        vocab_size=272,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        attention_dropout=0.1,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    sizes: dict[str, Any] = {
+        "max_position_embeddings": 128,
+        "attention_dropout": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    tiny("llama", words=272, **sizes).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write(folder / "chats.jsonl", ROWS)
     return folder

@@ -22,7 +22,7 @@ from tests.distributed.pool import errors_on, on_ranks
 from tests.distributed.training import set_dropout, step
 from tests.engine import residual
 from tests.engine.harness import adamw, assert_same, seeded
-from tests.tiny_models import config_of, tiny
+from tests.tiny_models import tiny, tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -211,7 +211,7 @@ def test_the_values_of_the_first_rank() -> None:
 def empty(rank: int) -> nn.Module:
     torch.manual_seed(5 + rank)
     with protrain.empty_parameters():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of("mixtral"))
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(tiny_config("mixtral", {}))
     return model
 
 

@@ -1,4 +1,4 @@
-"""Families of models in tiny: how each is built, which batches it trains on, and which loss its users take."""
+"""Families of models in tiny: how each is built, and which batches it trains on."""
 
 from __future__ import annotations
 
@@ -10,35 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-VOCABULARY = 96
+from tests.tiny_models import VOCABULARY, tiny_config
+
 IMAGE = 3  # the token that stands for a part of a picture
 Batch: TypeAlias = dict[str, Any]
 Draw: TypeAlias = Callable[[torch.Generator], Batch]
-
-# The sizes of a tiny model. A configuration, and each part of one, gets those of which it has the setting.
-SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "out_hidden_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 3),
-    **dict.fromkeys(("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "depth"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "linear_key_head_dim", "linear_value_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "context_length"), 64),
-    **dict.fromkeys(("num_local_experts", "n_routed_experts", "num_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "image_size"), 32),
-    **dict.fromkeys(("patch_size", "sliding_window", "chunk_size", "block_size"), 8),
-    **{"word_embed_proj_dim": 32, "num_experts_per_tok": 2, "projection_dim": 16},
-}
-
-
-def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss that the model returns."""
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +29,6 @@ class Family:
         """Different batches that are the same in every run."""
         generator = torch.Generator().manual_seed(0)
         return [self.draw(generator) for _ in range(count)]
-
-
-def tiny_config(name: str, settings: dict[str, Any]) -> Any:
-    """The configuration of a family of transformers with SIZES and ``settings``, in which those of a part are a dict.
-
-    A part of another family than usual has its name as ``model_type``.
-    """
-    from transformers import AutoConfig
-
-    default = vars(AutoConfig.for_model(name))
-    found = {key: size for key, size in SIZES.items() if default.get(key) is not None} | settings
-    for key in default.keys() | settings.keys():
-        part = settings.get(key, {})
-        kind = part.get("model_type") if isinstance(part, dict) else None
-        kind = kind or getattr(default.get(key), "model_type", None)
-        if kind:
-            own = {setting: value for setting, value in part.items() if setting != "model_type"}
-            found[key] = tiny_config(kind, own).to_dict()
-    unchecked = found.pop("unchecked", {})
-    config = AutoConfig.for_model(name, **found)
-    vars(config).update(unchecked)
-    return config
 
 
 def make_of_transformers(name: str, head: str, settings: dict[str, Any]) -> nn.Module:
@@ -147,12 +101,6 @@ def shown_as_patches(g: torch.Generator) -> Batch:
         "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
         "mm_token_type_ids": (batch["input_ids"] == IMAGE).long(),
     }
-
-
-def shown_as_tiles(g: torch.Generator) -> Batch:
-    one = torch.ones(2, 1, dtype=torch.long)
-    masks = {"aspect_ratio_mask": one[:, :, None], "cross_attention_mask": one[:, :, None, None].expand(-1, 16, -1, -1)}
-    return {**language(g), "pixel_values": pictures(g)["pixel_values"][:, None, None], "aspect_ratio_ids": one, **masks}
 
 
 def paired(g: torch.Generator) -> Batch:
@@ -251,17 +199,6 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
             **{"image_token_id": IMAGE, "vision_start_token_id": 4, "vision_end_token_id": 5, "video_token_id": 6},
         },
     ),
-    "mllama": (
-        "MllamaForConditionalGeneration",
-        shown_as_tiles,
-        {
-            "text_config": {"cross_attention_layers": [1]},
-            "vision_config": {
-                **{"num_hidden_layers": 2, "num_global_layers": 1, "max_num_tiles": 1},
-                **{"intermediate_layers_indices": [0, 1], "vision_output_dim": 96, "supported_aspect_ratios": [[1, 1]]},
-            },
-        },
-    ),
     "whisper": (
         "WhisperForConditionalGeneration",
         spoken,
@@ -272,7 +209,7 @@ OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
         waves,
         {
             **{"conv_dim": [16, 16], "conv_kernel": [10, 4], "conv_stride": [5, 4], "layerdrop": 0.0},
-            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0},
         },
     ),
 }

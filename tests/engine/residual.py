@@ -59,9 +59,9 @@ def make(width: int = 48, depth: int = 5, block: Callable[[int], nn.Module] = Bl
         return Model(width, depth, block)
 
 
-def batches(count: int = 6) -> list[Batch]:
+def batches(count: int = 6, shape: tuple[int, ...] = (16, 8)) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(16, 8, generator=generator),) for _ in range(count)]
+    return [(torch.randn(shape, generator=generator),) for _ in range(count)]
 
 
 def wrapped(spec: Spec, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:

@@ -15,17 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from protrain.common.errors import MisuseError
-from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import FEW_PLANS, Spec, adamw, default_loss, wrap_under
 from tests.engine.residual import Model, batches, make, wrapped
 
 OFFLOADED = Spec("none", "least", "c")
 RESIDENT = Spec("all", "least", "n")
-Wrapped = tuple[nn.Module, ProTrainOptimizer]
-
-
-def wrapped_under(spec: Spec, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Wrapped:
-    return wrapped(spec, device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
@@ -33,7 +27,7 @@ def test_each_norm_is_that_of_the_gradient(spec: Spec, device: torch.device) -> 
     plain = make().to(device)
     torch.manual_seed(1)
     default_loss(plain, tuple(value.to(device) for value in batches()[0])).backward()
-    model, optimizer = wrapped_under(spec, device, torch.float32)
+    model, optimizer = wrapped(spec, device=device)
     torch.manual_seed(1)
     default_loss(model, batches()[0]).backward()
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -57,7 +51,7 @@ def test_each_norm_is_that_of_the_gradient(spec: Spec, device: torch.device) -> 
 
 
 def test_gradients_of_others_are_clipped_with_them(device: torch.device) -> None:
-    model, optimizer = wrapped_under(OFFLOADED, device)
+    model, optimizer = wrapped(OFFLOADED, device=device, dtype=torch.bfloat16)
     other = nn.Parameter(torch.ones(3, device=device))
     default_loss(model, batches()[0]).backward()
     (other * torch.tensor([3.0, 0.0, 4.0], device=device)).sum().backward()
@@ -89,7 +83,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def test_anything_else_names_the_parameter_and_the_remedy(device: torch.device) -> None:
-    model, optimizer = wrapped_under(OFFLOADED, device)
+    model, optimizer = wrapped(OFFLOADED, device=device, dtype=torch.bfloat16)
     default_loss(model, batches()[0]).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -102,7 +96,7 @@ def test_anything_else_names_the_parameter_and_the_remedy(device: torch.device) 
 
 
 def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
-    model, optimizer = wrapped_under(OFFLOADED, device)
+    model, optimizer = wrapped(OFFLOADED, device=device, dtype=torch.bfloat16)
     parameter = next(model.parameters())
     default_loss(model, batches()[0]).backward()
     gradient = parameter.grad

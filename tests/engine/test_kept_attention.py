@@ -68,9 +68,8 @@ def make(**options: Any) -> nn.Module:
     return residual.make(WIDTH, DEPTH, lambda _: Block(**options))
 
 
-def rows(count: int = 4) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(2, SEQUENCE, 8, generator=generator),) for _ in range(count)]
+def rows(count: int) -> list[Batch]:
+    return residual.batches(count, (2, SEQUENCE, 8))
 
 
 def computed(model: nn.Module, batch: Batch) -> int:
@@ -91,10 +90,10 @@ def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.devi
             model = make(repeats=2)
             spec = Spec("none", "least", modes, attention=attention)
             wrapped, optimizer = wrap_under(
-                spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
+                spec, model, adamw(model), rows(1)[0], device=device, dtype=torch.bfloat16, compile=compile
             )
             assert optimizer.plan.keep_attention == attention
-            found[modes, attention] = computed(wrapped, rows()[0])
+            found[modes, attention] = computed(wrapped, rows(1)[0])
     torch._dynamo.reset()
     twice, once = 2 * 2 * DEPTH, 2 * DEPTH
     modes_found = {name: [found[name, False], found[name, True]] for name in "cin"}

@@ -137,17 +137,12 @@ def prefix_in_a_cache() -> nn.Module:
     return model
 
 
-def floats(*shapes: tuple[int, ...]) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [tuple(torch.randn(shape, generator=generator) for shape in shapes) for _ in range(2)]
-
-
 Build = Callable[[], nn.Module]
 MODELS: dict[str, tuple[Build, list[Batch]]] = {
-    "torch encoder": (TorchEncoder, floats((2, 5, WIDTH))),
-    "no blocks": (NoBlocks, floats((2, 5, WIDTH))),
-    "integers, frozen and spare blocks": (Ordered, floats((4, WIDTH))),
-    "views and in-place": (Inplace, floats((4, 6, WIDTH))),
+    "torch encoder": (TorchEncoder, residual.batches(2, (2, 5, WIDTH))),
+    "no blocks": (NoBlocks, residual.batches(2, (2, 5, WIDTH))),
+    "integers, frozen and spare blocks": (Ordered, residual.batches(2, (4, WIDTH))),
+    "views and in-place": (Inplace, residual.batches(2, (4, 6, WIDTH))),
 }
 # In fp32, as bf16 has no sparse products, and no numbers of two halves.
 OTHERS: dict[str, tuple[Build, list[Batch]]] = {
@@ -157,7 +152,7 @@ OTHERS: dict[str, tuple[Build, list[Batch]]] = {
     "sparse weight": (partial(awkward.Model, awkward.SparseWeight), awkward.batches(2)),
     "sparse outside": (awkward.SparseOutside, awkward.batches(2)),
     "nested": (partial(awkward.Model, awkward.Nested), awkward.batches(2)),
-    "scaled": (lambda: nn.Sequential(*(Scaled() for _ in range(3))), floats((4, 8))),
+    "scaled": (lambda: nn.Sequential(*(Scaled() for _ in range(3))), residual.batches(2, (4, 8))),
     **{f"weight.{view}": (partial(awkward.Model, view=view), awkward.batches(2)) for view in ("mT", "H", "data")},
     "prefix in a cache": (prefix_in_a_cache, families.texts(2)),
     **{

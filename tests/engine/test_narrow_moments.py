@@ -43,12 +43,8 @@ def test_bits(
 @pytest.mark.parametrize(("dtype", "speculate"), [(BFLOAT16, False), (FLOAT16, True)], ids=str)
 def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch.device) -> None:
     """Four bytes a parameter less, and as many of a second copy."""
-    spec, model, batch = (
-        Spec("none", "least", "c", speculate=speculate),
-        residual.make(width=256),
-        residual.batches(1)[0],
-    )
-    elements = sum(parameter.numel() for parameter in model.parameters())
+    spec, batch = Spec("none", "least", "c", speculate=speculate), residual.batches(1)[0]
+    elements = sum(parameter.numel() for parameter in residual.make(width=256).parameters())
     reports = {}
     for moment_dtype in ("float32", "bfloat16"):
         model = residual.make(width=256)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map
 
 import protrain
 from protrain.common.errors import CheckpointError
 from tests.engine import residual
-from tests.engine.harness import Loop, Spec, adamw, seeded, wrap_under
+from tests.engine.harness import Loop, Spec, adamw, assert_same, generate_no_code, seeded, wrap_under
 from tests.engine.plain_loop import prepare_plain
 
 SPECS = (Spec("none", "least", "c", speculate=True), Spec("some", "least", "sin", small=True))
@@ -173,6 +174,22 @@ def test_adapters_train_as_in_the_plain_loop(kind: Callable[[], nn.Module]) -> N
         assert all(torch.equal(found[name], value) for name, value in expected.items()), str(spec)
         frozen = {name: wrapped.get_parameter(name) for name in kinds}
         assert {name: (p.dtype, type(p)) for name, p in frozen.items()} == kinds
+
+
+@pytest.mark.slow
+def test_compiled_blocks_with_a_4bit_base_have_the_same_bits_under_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate_no_code(monkeypatch)
+    torch._dynamo.reset()
+    counters.clear()
+    data, found = residual.batches(2), []
+    for spec in SPECS:
+        wrapped, optimizer = adapted(bitsandbytes_4bit, spec, tight=True, compile=True)
+        found.append((Loop().run(wrapped, optimizer, data), trained(wrapped)))
+    torch._dynamo.reset()
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ Chunks share a few buffers for their gradients then, as many as the plan says.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,10 +39,6 @@ WIDTH = 64
 Wrapped = tuple[nn.Module, ProTrainOptimizer]
 
 
-def make_residual() -> nn.Module:
-    return residual.make(WIDTH, depth=6)
-
-
 @pytest.mark.parametrize(
     ("spec", "lateness"),
     [
@@ -58,7 +55,9 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
     monkeypatch.setattr("protrain.engine.states.chunks._SLICE_ELEMENTS", 128)
     options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
     with lateness.applied(monkeypatch):
-        (optimizer,) = check_equal_to_plain(make_residual, residual.batches(4), specs=[spec], **options)
+        (optimizer,) = check_equal_to_plain(
+            partial(residual.make, WIDTH, 6), residual.batches(4), specs=[spec], **options
+        )
     plan = optimizer.plan
     assert 0 < plan.n_host_gradient < (plan.n_chunks - plan.n_persist) / 2
 

@@ -21,43 +21,73 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import Batch, Spec, adamw, check_equal_to_plain, default_loss, wrap_under
 
-WIDTH, DEPTH = 32, 4
+ROWS, WIDTH, DEPTH = 64, 32, 4
 BOTH = [Spec("none", "least", "s", packed=packed) for packed in (False, True)]
 MIXED = [Spec("some", "least", "scn", small=True, speculate=True, packed=packed) for packed in (False, True)]
+MOVES = [
+    Spec("all", "least", "i"),
+    Spec("none", "least", "i", small=True),
+    Spec("none", "least", "ic"),
+    Spec("some", "least", "sin"),
+]
 
 
 class Block(nn.Module):
     """Saves views of one storage, a mask of bools, one column of a wide tensor, and a transposed tensor."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.fused, self.down = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        half = WIDTH // 2
+        self.norm = nn.LayerNorm(half)
+        self.fused, self.down = nn.Linear(half, 3 * half), nn.Linear(half, half)
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.fused(self.norm(x)).chunk(3, dim=-1)
-        scores = q @ k.transpose(-1, -2) / WIDTH**0.5
+    def forward(self, halves: tuple[Tensor, Tensor], *, extra: dict[str, Any], scale: float) -> Tensor:
+        left, right = halves
+        q, k, v = self.fused(self.norm(left)).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2) * scale
         mask = torch.ones_like(scores, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(mask, -1e4).softmax(-1) @ v
-        kept = torch.where(mixed > 0, mixed, 0.1 * mixed)
-        gate = torch.sigmoid(x[..., 3:4] * v[..., 5:6])
-        return x + gate * F.dropout(self.down(kept), 0.2)
+        kept = torch.where(mixed > 0, mixed, 0.1 * mixed) * extra["table"].to(left.dtype) + extra["memory"][0]
+        gate = torch.sigmoid(left[..., 3:4] * v[..., 5:6])
+        return torch.cat([right.tanh() + F.dropout(self.down(kept), 0.2), left * gate], dim=-1)
 
 
-def stack() -> nn.Module:
-    return residual.make(WIDTH, DEPTH, Block)
+class Rows(nn.Module):
+    """Blocks that are given everything at once: a tuple of two views of one tensor, a tensor and a table for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, WIDTH)
+        self.encoder = nn.Linear(8, WIDTH // 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.leave = nn.Linear(WIDTH, 4)
+        self.table: Tensor
+        self.register_buffer("table", torch.linspace(0.5, 1.5, ROWS * WIDTH // 2).view(ROWS, WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = {"table": self.table * 2, "memory": [self.encoder(x)]}
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden.chunk(2, dim=-1), extra=extra, scale=0.25)
+        return self.leave(hidden)
 
 
-def stack_batches(count: int = 3) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(3, 24, 8, generator=generator),) for _ in range(count)]
+def rows(count: int) -> list[Batch]:
+    return residual.batches(count, (ROWS, 8))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "specs"), [(torch.float32, [BOTH[1], MIXED[0]]), (torch.bfloat16, [BOTH[0], BOTH[1], MIXED[1]])], ids=str
+    ("dtype", "specs"),
+    [
+        (torch.float32, [BOTH[1], MIXED[0], *MOVES[::2]]),
+        (torch.bfloat16, [BOTH[0], BOTH[1], MIXED[1], *MOVES[1::2]]),
+    ],
+    ids=str,
 )
-def test_masks_and_views_have_the_plain_bits(dtype: torch.dtype, specs: list[Spec], device: torch.device) -> None:
-    check_equal_to_plain(stack, stack_batches(2), device=device, dtype=dtype, specs=specs)
+def test_what_is_moved_has_the_bits_of_the_plain_loop(
+    dtype: torch.dtype, specs: list[Spec], device: torch.device
+) -> None:
+    check_equal_to_plain(Rows, rows(2), device=device, dtype=dtype, specs=specs)
 
 
 @pytest.fixture
@@ -85,9 +115,9 @@ def step(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch) -> None:
 def test_a_packed_block_is_one_copy_each_way(copies: list[Any], device: torch.device) -> None:
     found = {}
     for packed in (False, True):
-        model, spec = stack(), Spec("all", "least", "s", packed=packed)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=device)
-        for batch in stack_batches():
+        model, spec = Rows(), Spec("all", "least", "s", packed=packed)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows(1)[0], device=device)
+        for batch in rows(3):
             copies.clear()
             step(wrapped, optimizer, batch)
         found[packed] = Counter(way for way, *_ in copies)
@@ -108,79 +138,21 @@ def test_the_engine_moves_tensors_by_the_public_kernels(monkeypatch: pytest.Monk
             return getattr(protrain_kernels, _name)(*args, **how)
 
         monkeypatch.setattr(module, name, counted)
-    model = stack()
-    model, optimizer = wrap_under(BOTH[1], model, adamw(model), stack_batches()[0])
-    x = stack_batches()[0][0].requires_grad_()
+    model: nn.Module = Rows()
+    model, optimizer = wrap_under(BOTH[1], model, adamw(model), rows(1)[0])
+    x = rows(1)[0][0].requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().mean(), [x], create_graph=True)
     optimizer.backward(slope.square().mean())
     with protrain.full_parameters(model):
-        assert model.get_parameter("blocks.0.down.weight").shape == (WIDTH, WIDTH)
+        assert model.get_parameter("blocks.0.down.weight").shape == (WIDTH // 2, WIDTH // 2)
     assert called.keys() == users.keys()
 
 
-# -- inputs of recomputed blocks ---------------------------------------------------------------------------------------
-
-
-ROWS, ROW_WIDTH, N_BLOCKS = 64, 32, 6
-INPUT_BYTES = ROWS * ROW_WIDTH * 4
-MOVES = (
-    Spec("all", "least", "i"),
-    Spec("none", "least", "i", small=True),
-    Spec("none", "least", "ic"),
-    Spec("some", "least", "sin"),
-)
-
-
-class Rows(nn.Module):
-    """Blocks that are given everything at once: a tuple of two views of one tensor, a tensor and a table for all."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(ROW_WIDTH // 2)
-            self.linear = nn.Linear(ROW_WIDTH // 2, ROW_WIDTH // 2)
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, halves: tuple[Tensor, Tensor], *, extra: dict[str, Any], scale: float) -> Tensor:
-            left, right = halves
-            hidden = torch.tanh(self.linear(self.norm(left))) * extra["table"].to(left.dtype)
-            hidden = hidden + extra["memory"][0] * scale
-            return torch.cat([right.tanh() + self.drop(hidden), left * hidden.sigmoid()], dim=-1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, ROW_WIDTH)
-        self.encoder = nn.Linear(8, ROW_WIDTH // 2)
-        self.blocks = nn.ModuleList(self.Block() for _ in range(N_BLOCKS))
-        self.leave = nn.Linear(ROW_WIDTH, 4)
-        self.table: Tensor
-        self.register_buffer("table", torch.linspace(0.5, 1.5, ROWS * ROW_WIDTH // 2).view(ROWS, ROW_WIDTH // 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        extra = {"table": self.table * 2, "memory": [self.encoder(x)]}
-        hidden = self.enter(x)
-        for block in self.blocks:
-            hidden = block(hidden.chunk(2, dim=-1), extra=extra, scale=0.5)
-        return self.leave(hidden)
-
-
-def rows(count: int = 4) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(ROWS, 8, generator=generator),) for _ in range(count)]
-
-
-@pytest.mark.parametrize(("dtype", "specs"), [(torch.float32, MOVES[::2]), (torch.bfloat16, MOVES[1::2])])
-def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
-    device: torch.device, dtype: torch.dtype, specs: tuple[Spec, ...]
-) -> None:
-    check_equal_to_plain(Rows, rows(2), device=device, dtype=dtype, specs=specs)
-
-
 def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, copies: list[Any]) -> None:
-    for modes, count in (("i", N_BLOCKS), ("ic", N_BLOCKS // 2), ("c", 0)):
+    for modes, count in (("i", DEPTH), ("ic", DEPTH // 2), ("c", 0)):
         model = Rows()
-        wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
+        wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows(1)[0], device=device)
         copies.clear()
-        step(wrapped, optimizer, rows()[0])
+        step(wrapped, optimizer, rows(1)[0])
         moved = [size_bytes for way, dtype, size_bytes in copies if way == "offload" and dtype is torch.uint8]
-        assert moved == [INPUT_BYTES] * count, modes  # gradients are of another type
+        assert moved == [ROWS * WIDTH * 4] * count, modes  # gradients are of another type

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
+from tests.engine import residual
 from tests.engine.harness import Loop, Spec, adamw, check_equal_to_plain, unharmed, wrap_under
 from tests.engine.residual import batches as rows
 
@@ -31,12 +32,9 @@ class Block(nn.Module):
         return output
 
 
-class Model(nn.Module):
+class Model(residual.Model):
     def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.leave = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, 4, lambda _: Block())
         self.changes = ""
 
     def change(self, what: str) -> None:
@@ -54,11 +52,6 @@ class Model(nn.Module):
                 x.mul_(2.0)
             x = y * 1.0
         return self.leave(x)
-
-
-def batches() -> list[tuple[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, WIDTH, generator=generator),) for _ in range(2)]
 
 
 @pytest.mark.parametrize("persist", ["all", "none"])
@@ -80,14 +73,14 @@ def test_what_backward_needs_was_changed(
     what: str, mode: str, packed: bool, persist: str, device: torch.device
 ) -> None:
     spec = Spec(persist, "least", mode, packed=packed)
-    with unharmed(spec, Model, batches(), device=device) as (model, optimizer):
+    with unharmed(spec, Model, rows(2), device=device) as (model, optimizer):
         model.change(what)
         needs = "its inputs" if what == "input" else "tensors that it saved"
         with pytest.raises(MisuseError, match=rf"backward through blocks.1 needs {needs}.*in place.*clone\(\)"):
-            Loop().run(model, optimizer, batches())
+            Loop().run(model, optimizer, rows(2))
         with torch.no_grad():  # where there is no backward nothing is wrong
-            model(*batches()[0])
-        model(*batches()[0])
+            model(*rows()[0])
+        model(*rows()[0])
         model.change("")
         optimizer.zero_grad()
 
@@ -98,7 +91,7 @@ def test_inputs_that_nobody_saved_may_change(mode: str, device: torch.device) ->
         model.change("input")
         return Loop().run(model, optimizer, data)
 
-    check_equal_to_plain(Model, batches(), run=run, device=device, specs=[Spec("none", "least", mode)])
+    check_equal_to_plain(Model, rows(2), run=run, device=device, specs=[Spec("none", "least", mode)])
 
 
 # -- views of weights that are kept ------------------------------------------------------------------------------------

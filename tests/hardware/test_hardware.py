@@ -17,10 +17,9 @@ import torch
 from protrain.hardware import memory
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.memory import available_host_bytes, for_training, update_threads, usable_cores
-from protrain.hardware.profile import Contention, HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import load, next_card, of_card, of_gpu, of_machine, shipped_name, shipped_names
-from tests.planning.machines import H100
-from tests.planning.models import MACHINE, MIB
+from tests.planning.models import H100, MACHINE, MIB, TWO
 
 GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
@@ -304,17 +303,6 @@ def test_a_processor_is_named_as_the_system_names_it(write: Write) -> None:
     assert memory.processor_name() == "A: processor"
 
 
-def test_a_share_is_that_of_the_pair() -> None:
-    groups = (
-        Contention(activities=("h2d", "host_adam"), shares=(0.8, 0.9)),
-        Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.4, 0.5, 0.6)),  # of an earlier calibration
-    )
-    profile = replace(load("a100"), contention=groups)
-    assert profile.share("h2d", "host_adam") == 0.8
-    assert profile.share("host_adam", "h2d") == 0.9
-    assert profile.share("h2d", "d2h") == profile.share("matmul", "h2d") == 1.0
-
-
 @pytest.mark.gpu
 def test_a_card_has_no_more_memory_than_it_has() -> None:
     with pytest.raises(ValueError, match="is more than the"):
@@ -322,9 +310,6 @@ def test_a_card_has_no_more_memory_than_it_has() -> None:
 
 
 # -- one of several ranks ----------------------------------------------------------------------------------------------
-
-
-TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 
 
 def test_rates_of_collectives_count_the_whole_tensor() -> None:

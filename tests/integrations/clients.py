@@ -1,8 +1,7 @@
-"""Trainers of transformers, TRL and sentence-transformers on tiny models and made-up text, plain and on ProTrain."""
+"""Trainers of transformers and TRL on tiny models and made-up text, plain and on ProTrain."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,19 +16,8 @@ from torch import Tensor, nn
 from tests.tiny_models import VOCABULARY, tiny
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("datasets")
-
-BERT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+for library in ("accelerate", "datasets", "trl", "peft"):
+    pytest.importorskip(library)
 
 
 @dataclass(frozen=True)
@@ -88,11 +76,10 @@ def is_before(library: str, version: str) -> bool:
 
 
 def forget_precision() -> None:
-    """Forget the precision of the last training, which Accelerate and early versions of transformers keep."""
+    """Forget the precision of the last training, which Accelerate keeps."""
     import accelerate
 
     accelerate.state.AcceleratorState._reset_state(True)
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 def llama() -> Any:
@@ -105,20 +92,19 @@ def causal(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
     words = tokenizer()
     data = texts("text").map(lambda row: {"input_ids": words(row["text"])["input_ids"]}, remove_columns=["text"])
     return mixed(transformers.Trainer, ours)(
-        model=llama(),
+        model=arguments.pop("model", llama)(),
         args=transformers.TrainingArguments(**arguments),
         train_dataset=data,
         eval_dataset=data.select(range(4)),
         data_collator=transformers.DataCollatorForLanguageModeling(words, mlm=False),
-        **ours,
     )
 
 
 def mixed(base: Any, ours: dict[str, Any]) -> Any:
     """The class ``base`` of trainers, on ProTrain if there are options for it."""
-    from protrain.integrations.transformers import ProTrainMixin
+    from protrain.integrations.transformers import on_protrain
 
-    return type(base.__name__, (ProTrainMixin, base), {}) if ours else base
+    return on_protrain(base, **ours) if ours else base
 
 
 def of_trl(kind: str, arguments: dict[str, Any], ours: dict[str, Any], *columns: str, **options: Any) -> Any:
@@ -127,13 +113,12 @@ def of_trl(kind: str, arguments: dict[str, Any], ours: dict[str, Any], *columns:
 
     data, evaluated = data_of(arguments, *columns)
     return mixed(getattr(trl, f"{kind}Trainer"), ours)(
-        model=llama(),
+        model=arguments.pop("model", llama)(),
         args=getattr(trl, f"{kind}Config")(**({"bf16": False} | arguments)),
         train_dataset=data,
         eval_dataset=evaluated,
         processing_class=tokenizer(),
         **options,
-        **ours,
     )
 
 
@@ -167,34 +152,31 @@ def lora() -> Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
 
 
-def prepare(client: str, folder: Path) -> None:
-    """Skip the test if a library of ``client`` is missing, and save what its trainer reads beside its own folder."""
-    libraries = {"SFT": "trl", "DPO": "trl", "GRPO": "trl", "LoRA": "peft", "sentences": "sentence_transformers"}
-    for part, library in libraries.items():
-        if part in client:
-            pytest.importorskip(library)
-    if client == "sentences":
-        torch.manual_seed(0)
-        transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(folder / "bert")
-        tokenizer().save_pretrained(folder / "bert")
+class Contrast(nn.Module):
+    """A loss around a model, which tells the words of a row from those of the others. It calls the model twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        found = [self.model(input_ids=ids, attention_mask=attention_mask) for ids in (input_ids, input_ids.roll(1, 1))]
+        first, second = (nn.functional.normalize(each.logits.mean(1), dim=-1) for each in found)
+        return nn.functional.cross_entropy(5 * first @ second.T, torch.arange(len(first)))
 
 
-def sentences(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
-    """Contrastive training of sentence embeddings, whose loss calls the model three times."""
-    import sentence_transformers as st
-    from sentence_transformers.sentence_transformer import losses, modules
+def contrasting(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
+    """Trainer with a loss around the model, as that of sentence-transformers has it."""
+    trainer = causal(arguments, ours)
+    trainer.loss = Contrast(trainer.model)
 
-    bert = modules.Transformer(str(Path(arguments["output_dir"]).parent / "bert"))
-    model = st.SentenceTransformer(modules=[bert, modules.Pooling(32)], device="cpu")
-    data = texts("anchor", "positive", "negative")
-    return mixed(st.SentenceTransformerTrainer, ours)(
-        model=model,
-        args=st.SentenceTransformerTrainingArguments(**arguments),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        loss=losses.MultipleNegativesRankingLoss(model),
-        **ours,
-    )
+    def compute_loss(self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **_: Any) -> Any:
+        self.loss.model = model  # around which the Trainer may have put DistributedDataParallel
+        loss = self.loss(inputs["input_ids"], inputs["attention_mask"])
+        return (loss, {}) if return_outputs else loss
+
+    trainer.__class__ = type("Contrasting", (type(trainer),), {"compute_loss": compute_loss})
+    return trainer
 
 
 # By client: how its trainer is made, and a device memory in which not all of its states fit, for one rank and for two.
@@ -205,12 +187,15 @@ CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "DPO": (dpo, "11.5MiB", "13MiB"),
     "DPO with LoRA": (lambda *args: dpo(*args, adapters=True), "11.1MiB", "13MiB"),
     "GRPO": (grpo, "5MiB", "5.4MiB"),
-    "sentences": (sentences, "0.6MiB", "1MiB"),
+    "Contrast": (contrasting, "0.45MiB", "1MiB"),
 }
 
 
 def make(client: str, folder: Path, *, on_protrain: bool, memory: str | None = None, **arguments: Any) -> Any:
-    """The trainer of ``client``, plain or on ProTrain, within ``memory`` or one in which not all states fit."""
+    """The trainer of ``client``, plain or on ProTrain, within ``memory`` or one in which not all states fit.
+
+    ``arguments`` are those of its training, and ``model``, which makes another one than ``llama``.
+    """
     forget_precision()
     build, least, least_of_two = CLIENTS[client]
     if dist.is_initialized():
@@ -228,7 +213,7 @@ def make(client: str, folder: Path, *, on_protrain: bool, memory: str | None = N
         "report_to": [],
         "disable_tqdm": True,
     }
-    ours = {"protrain": {"device_memory": memory or least}} if on_protrain else {}
+    ours = {"device_memory": memory or least} if on_protrain else {}
     return build(settings | arguments, ours)
 
 
@@ -248,12 +233,3 @@ def train(client: str, folder: Path, *, on_protrain: bool, resume: Path | bool |
 
 def train_on_rank(rank: int, client: str, folder: Path, on_protrain: bool, arguments: dict[str, Any]) -> Run:
     return train(client, folder, on_protrain=on_protrain, **arguments)
-
-
-def error_on_rank(rank: int, client: str, folder: Path, arguments: dict[str, Any]) -> str:
-    """The error of a training on ProTrain."""
-    try:
-        train(client, folder, on_protrain=True, **arguments)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -14,13 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.clients import llama
-
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 _Trainer: Any = transformers.Trainer
 ProTrainMixin: Any = importlib.import_module("protrain.integrations.transformers").ProTrainMixin
-on_protrain = importlib.import_module("protrain.integrations.transformers").on_protrain
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
@@ -38,23 +34,6 @@ def _module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> Modu
 
 class _Own(_Trainer):
     """The Trainer of a framework."""
-
-
-def test_any_trainer_trains_within_limits(tmp_path: Path) -> None:
-    rows = [{"input_ids": [*range(start, start + 8)], "labels": [*range(start, start + 8)]} for start in range(16)]
-    losses = []
-    for kind in (_Own, on_protrain(_Own, device_memory="460KiB", example_batch=None)):
-        options: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2}
-        arguments = transformers.TrainingArguments(
-            **options, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True
-        )
-        trainer = kind(model=llama(), args=arguments, train_dataset=rows)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(set(losses[0])) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert trainer.optimizer.optimizer.plan.device_bytes <= 460 << 10
-    assert on_protrain(kind) is kind
 
 
 def _file(name: str) -> dict[str, Any]:
@@ -103,5 +82,6 @@ def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
             return _Own
 
     _module(monkeypatch, "swift.trainers", TrainerFactory=TrainerFactory)
-    _file("protrain_swift.py")
+    for _ in range(2):  # of which the second finds a trainer that is on ProTrain
+        _file("protrain_swift.py")
     assert issubclass(TrainerFactory.get_trainer_cls("arguments"), ProTrainMixin)

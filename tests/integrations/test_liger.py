@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integrations.clients import is_before, make, prepare, train
-
-pytest.importorskip("trl")
+from tests.integrations.clients import is_before, make, train
 
 
 @pytest.fixture
@@ -43,7 +41,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_losses_are_the_plain_ones(client: str, tmp_path: Path) -> None:
     if client != "SFT" and is_before("trl", "1.14"):
         pytest.skip("this TRL computes the loss outside of the model, which is refused: see the next test")
-    prepare(client, tmp_path)
     arguments: dict[str, Any] = {"use_liger_kernel": True, "save_strategy": "no", "eval_strategy": "no", "max_steps": 2}
     plain = train(client, tmp_path / "plain", on_protrain=False, **arguments)
     ours = train(client, tmp_path / "ours", on_protrain=True, **arguments)

@@ -14,12 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import protrain
+from protrain.integrations.accelerate import wrap
+from tests.integrations.clients import forget_precision, make
+from tests.integrations.lightning_runs import WIDTH, LightningModule, make_trainer, protrain_strategy
+from tests.tiny_models import VOCABULARY
 
+accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-WORDS, LENGTH, WIDTH, ROWS, STEPS = 50, 16, 32, 4, 4
+LENGTH, ROWS, STEPS = 16, 4, 4
 CPU = "cpu"
-MEMORY = {CPU: ("0.25MiB", "64MiB"), "cuda": ("256MiB", "2GiB")}  # on a CPU the first holds a part of the states
+MEMORY = {CPU: ("0.3MiB", "64MiB"), "cuda": ("256MiB", "2GiB")}  # on a CPU the first holds a part of the states
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +51,14 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, WIDTH)
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("positions", torch.randn(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.words(input_ids) + self.positions + 0.01 * torch.ones(LENGTH, WIDTH, device=input_ids.device)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        positions = self.positions[: input_ids.shape[1]]
+        x = self.words(input_ids) + positions + 0.01 * torch.ones(positions.shape, device=input_ids.device)
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)
@@ -61,17 +67,13 @@ class Words(nn.Module):
 
 def weighted(logits: Tensor, labels: Tensor) -> Tensor:
     """A loss with a weight for each word, as many write it."""
-    weight = torch.linspace(0.5, 1.5, WORDS, dtype=logits.dtype, device=logits.device)
+    weight = torch.linspace(0.5, 1.5, VOCABULARY, dtype=logits.dtype, device=logits.device)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
 
 
-def rows() -> list[dict[str, Tensor]]:
-    ids = torch.randint(0, WORDS, (STEPS * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
 def batches() -> list[Tensor]:
-    return list(torch.stack([row["input_ids"] for row in rows()]).split(ROWS))
+    ids = torch.randint(0, VOCABULARY, (STEPS * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return list(ids.split(ROWS))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -81,54 +83,28 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def trainer(
     folder: Path, memory: str | None, device: str, *, own_loss: bool = False, bf16: bool = True
 ) -> list[Tensor]:
-    transformers = pytest.importorskip("transformers")
-    from protrain.integrations.transformers import ProTrainMixin
-
     losses: list[Tensor] = []
+    settings: dict[str, Any] = {"bf16": bf16, "use_cpu": device == CPU, "per_device_train_batch_size": ROWS}
+    unsaved: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no"}
+    made = make("Trainer", folder, on_protrain=memory is not None, memory=memory, model=Words, **settings, **unsaved)
 
-    base: Any = transformers.Trainer
+    def compute_loss(self: Any, model: nn.Module, inputs: Any, *others: Any, **more: Any) -> Tensor:
+        outputs = model(**inputs)
+        found: Tensor = weighted(outputs["logits"], inputs["labels"]) if own_loss else outputs["loss"]
+        losses.append(found.detach())
+        return found
 
-    class Own(base):
-        def _get_train_sampler(self, *_: Any) -> Any:  # early versions of transformers have no argument for it
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        def compute_loss(self, model: nn.Module, inputs: Any, *others: Any, **more: Any) -> Tensor:
-            outputs = model(**inputs)
-            found: Tensor = weighted(outputs["logits"], inputs["labels"]) if own_loss else outputs["loss"]
-            losses.append(found.detach())
-            return found
-
-    class Ours(ProTrainMixin, Own): ...
-
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        bf16=bf16,
-        use_cpu=device == CPU,
-        max_steps=STEPS,
-        per_device_train_batch_size=ROWS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        weight_decay=0.01,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    kind: Any = Own if memory is None else Ours
-    ours: dict[str, Any] = {} if memory is None else {"protrain": {"device_memory": memory}}
-    kind(model=Words(), args=arguments, train_dataset=rows(), **ours).train()
+    made.__class__ = type("Own", (type(made),), {"compute_loss": compute_loss})
+    made.train()
     return losses
 
 
 def lightning_trainer(
     folder: Path, memory: str | None, device: str, *, precision: str = "bf16-mixed", empty: bool = False
 ) -> list[Tensor]:
-    lightning = pytest.importorskip("lightning")
-    from protrain.integrations.lightning import ProTrainStrategy
-
     losses: list[Tensor] = []
-    base: Any = lightning.LightningModule
 
-    class Module(base):
+    class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             with protrain.empty_parameters() if empty else nullcontext():
@@ -142,29 +118,16 @@ def lightning_trainer(
         def configure_optimizers(self) -> Any:
             return adamw(self)
 
-    run = lightning.Trainer(
-        accelerator=device,
-        devices=1,
-        strategy="auto" if memory is None else ProTrainStrategy(device_memory=memory, progress=False),
-        precision=precision,
-        gradient_clip_val=1.0,
-        max_steps=STEPS,
-        logger=False,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
+    strategy = "auto" if memory is None else protrain_strategy(memory)
+    settings = {"accelerator": device, "precision": precision, "gradient_clip_val": 1.0, "max_steps": STEPS}
+    run = make_trainer(folder, strategy, limit_val_batches=0, val_check_interval=None, **settings)
     ids: Any = torch.cat(batches())
     run.fit(Module(), torch.utils.data.DataLoader(ids, batch_size=ROWS))
     return losses[-STEPS:]  # a plan is made by more
 
 
 def accelerated(folder: Path, memory: str | None, device: str) -> list[Tensor]:
-    accelerate = pytest.importorskip("accelerate")
-    from protrain.integrations.accelerate import wrap
-
-    accelerate.state.AcceleratorState._reset_state(True)
+    forget_precision()
     accelerator = accelerate.Accelerator(cpu=device == CPU, mixed_precision="bf16")
     model: Any = Words()
     optimizer: Any = adamw(model)
@@ -217,7 +180,6 @@ def test_a_trainer_follows_accelerate_launch(precision: str, tmp_path: Path, mon
     memory, _ = MEMORY[CPU]
     expected = trainer(tmp_path, memory, CPU)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    pytest.importorskip("accelerate").state.AcceleratorState._reset_state(True)
     if precision == "bf16":
         assert trainer(tmp_path, memory, CPU, bf16=False) == expected
     else:
@@ -226,9 +188,6 @@ def test_a_trainer_follows_accelerate_launch(precision: str, tmp_path: Path, mon
 
 
 def test_accelerate_of_another_precision_is_refused() -> None:
-    pytest.importorskip("accelerate")
-    from protrain.integrations.accelerate import wrap
-
     accelerator: Any = SimpleNamespace(mixed_precision="fp16")  # one of Accelerate has it on GPUs alone
     model = Words()
     with pytest.raises(ValueError, match=r'mixed_precision="fp16" cannot be used.*use bf16'):

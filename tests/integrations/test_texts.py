@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from protrain.integrations.longest import longest_row
-from tests.integrations.clients import make, prepare, tokenizer, train
+from tests.integrations.clients import make, tokenizer, train
+
+datasets = pytest.importorskip("datasets")
 
 FEW, MANY = "unheardofunheardofunheardofunheardofunheardof w1", "w1 w2 w3 w4 w5 w6 w7 w8 w9"
 COLUMNS = {"Trainer": ["text"], "SFT": ["prompt", "completion"], "DPO": ["prompt", "chosen", "rejected"]}
 UNSAVED: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "memory": "64MiB"}
-BY_COLLATOR: dict[str, Any] = {**UNSAVED, "remove_unused_columns": False, "max_steps": 1}
 
 
 def texts(client: str) -> Any:
     """Twelve rows of the columns of ``client``. The most tokens come late, and in another row for each column."""
-    datasets = pytest.importorskip("datasets")
     rows = [dict.fromkeys(COLUMNS[client], FEW) for _ in range(12)]
     for at, column in enumerate(COLUMNS[client]):
         rows[7 + at][column] = MANY
@@ -30,7 +30,6 @@ def texts(client: str) -> Any:
 @pytest.mark.parametrize(("client", "longest"), [("SFT", 11), ("DPO", 18)])
 def test_the_row_of_the_most_tokens_is_planned_for(client: str, longest: int, tmp_path: Path) -> None:
     """In every column it is as long as any."""
-    prepare(client, tmp_path)
     texts(client).save_to_disk(tmp_path / "data")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -42,7 +41,6 @@ def test_the_row_of_the_most_tokens_is_planned_for(client: str, longest: int, tm
 
 
 def test_a_packed_row_may_have_more_texts_than_the_planned_one(tmp_path: Path) -> None:
-    prepare("SFT", tmp_path)
     packed: dict[str, Any] = {**UNSAVED, "packing": True, "max_length": 32}
     ours, plain = (train("SFT", tmp_path, on_protrain=each, **packed) for each in (True, False))
     assert ours.losses == pytest.approx(plain.losses, rel=2e-5)
@@ -78,11 +76,7 @@ def test_texts_of_a_collator_are_warned_of_before_the_training(stream: bool, tmp
 TEXTS = [{"question": "a", "answer": "long"}, {"question": "longer", "answer": "b"}, {"question": "c", "answer": "d"}]
 
 
-@pytest.fixture(params=["list", "datasets"])
-def made(request: pytest.FixtureRequest) -> Any:
-    return list if request.param == "list" else pytest.importorskip("datasets").Dataset.from_list
-
-
+@pytest.mark.parametrize("made", [list, datasets.Dataset.from_list])
 def test_nobody_knows_the_lengths_of_other_rows(made: Any) -> None:
     talk = [{"role": "user", "content": "a"}]
     assert longest_row(made(TEXTS)) is None
@@ -98,7 +92,7 @@ def test_nobody_knows_the_lengths_of_other_rows(made: Any) -> None:
             raise AssertionError("a row was made")
 
     assert longest_row(Made()) is None
-    transformed = pytest.importorskip("datasets").Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
+    transformed = datasets.Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
     assert longest_row(transformed) is None
 
 

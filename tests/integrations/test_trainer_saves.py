@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from protrain.checkpoint.tensor_files import FILE_BYTES
 from protrain.common.errors import CheckpointError
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import errors_on, on_ranks
 from tests.engine.harness import assert_same
-from tests.integrations.clients import Run, error_on_rank, make, prepare, train, train_on_rank
+from tests.integrations.clients import Run, make, train, train_on_rank
 
 HALF, LAST = "checkpoint-2", "checkpoint-4"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
@@ -33,7 +33,7 @@ def assert_same_runs(one: Run, other: Run) -> None:
 
 @pytest.mark.parametrize(
     "client",
-    ["Trainer", "SFT with LoRA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GRPO", "sentences"))],
+    ["Trainer", "SFT with LoRA", *(pytest.param(each, marks=pytest.mark.slow) for each in ("GRPO", "Contrast"))],
 )
 def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,7 +41,6 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_break(
     """Neither holds the whole state of the optimizer."""
     for gathering in ("full_state_dict", "state_dict", "load_state_dict"):
         monkeypatch.setattr(ProTrainOptimizer, gathering, None)
-    prepare(client, tmp_path)
     checkpoint = tmp_path / "through" / HALF
     through = train(client, tmp_path / "through", on_protrain=True)
     assert_same_runs(train(client, tmp_path / "resumed", on_protrain=True, resume=checkpoint), through)
@@ -101,8 +100,8 @@ def test_two_processes_agree_on_the_checkpoint(saved: tuple[Path, Run], tmp_path
     folder = tmp_path / "run"
     shutil.copytree(saved[0], folder)
     (folder / LAST / "trainer_state.json").unlink()
-    errors = on_ranks(2, error_on_rank, "Trainer", folder, {"resume": folder / LAST})
-    assert all(f"{folder / LAST} was not saved to its end" in error for error in errors)
+    for error in errors_on(2, train_on_rank, "Trainer", folder, True, {"resume": folder / LAST}):
+        assert error.startswith(f"CheckpointError: {folder / LAST} was not saved to its end")
     for resumed in on_ranks(2, train_on_rank, "Trainer", folder, True, {"resume": True}):
         assert len(resumed.losses) == len(saved[1].losses)  # its log has the steps before
 
@@ -130,7 +129,6 @@ class AtSaves(TrainerCallback):
 def test_the_best_model_is_loaded_and_other_checkpoints_are_deleted(
     client: str, only_model: bool, tmp_path: Path
 ) -> None:
-    prepare(client, tmp_path)
     best = {"load_best_model_at_end": True, "save_only_model": only_model, **BEST[client]}
     trainer, at_saves = make(client, tmp_path / "run", on_protrain=True, **best), AtSaves()
     trainer.add_callback(at_saves)

@@ -1,4 +1,4 @@
-"""The Trainers of transformers, TRL and sentence-transformers on ProTrain train as they do without it."""
+"""The Trainers of transformers and TRL on ProTrain train as they do without it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from protrain.integrations.transformers import ProTrainTrainer
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import assert_same
-from tests.integrations import clients
 from tests.integrations.clients import (
     CLIENTS,
     Run,
     is_before,
     llama,
     make,
-    prepare,
     texts,
     train,
     train_on_rank,
@@ -31,7 +29,6 @@ from tests.integrations.clients import (
 from tests.tiny_models import VOCABULARY
 
 transformers = pytest.importorskip("transformers")
-WHOLE = "64MiB"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
 
 
@@ -53,10 +50,9 @@ def two(client: str, folder: Path, *, on_protrain: bool, **arguments: Any) -> li
 
 @pytest.mark.parametrize(
     "client",
-    [pytest.param(each, marks=() if each in ("Trainer", "SFT", "sentences") else pytest.mark.slow) for each in CLIENTS],
+    [pytest.param(each, marks=() if each in ("Trainer", "SFT", "Contrast") else pytest.mark.slow) for each in CLIENTS],
 )
 def test_one_process(client: str, tmp_path: Path) -> None:
-    prepare(client, tmp_path)
     plain = train(client, tmp_path / "plain", on_protrain=False, save_strategy="no")
     ours = train(client, tmp_path / "ours", on_protrain=True, save_strategy="no")
     # Swapping activations is cheaper with LoRA, and before 1.16 the trainers of TRL need less memory.
@@ -65,7 +61,7 @@ def test_one_process(client: str, tmp_path: Path) -> None:
     assert_close(ours, plain)
 
 
-def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path) -> None:
     """TRL computes its loss, as the model would learn to copy the token at its place."""
     config = transformers.BartConfig(
         **{"vocab_size": 96, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 4},
@@ -79,15 +75,14 @@ def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path, monkeypa
         model.load_state_dict(weights)
         return model
 
-    monkeypatch.setattr(clients, "llama", bart)
-    plain = train("SFT", tmp_path / "plain", on_protrain=False, save_strategy="no")
-    assert_close(train("SFT", tmp_path / "ours", on_protrain=True, memory="16MiB", save_strategy="no"), plain)
+    arguments: dict[str, Any] = {"model": bart, "save_strategy": "no"}
+    plain = train("SFT", tmp_path / "plain", on_protrain=False, **arguments)
+    assert_close(train("SFT", tmp_path / "ours", on_protrain=True, memory="16MiB", **arguments), plain)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", ["GRPO", "sentences"])  # others are compared on three
+@pytest.mark.parametrize("client", ["GRPO", "Contrast"])  # others are compared on three
 def test_two_processes(client: str, tmp_path: Path) -> None:
-    prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
     ours = two(client, tmp_path / "ours", on_protrain=True)
     assert_same(ours[0].weights, ours[1].weights)
@@ -129,7 +124,6 @@ def test_what_grpo_generates_at_once_is_cut_into_the_batches_of_several_steps(tm
 
     Half of the rows end with the first word here, so that what is generated first is hardly ever the longest.
     """
-    prepare("GRPO", tmp_path)
     often_ended = {"sequence_bias": [[[2], 4.5]]}
     arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_iterations": 2, "save_strategy": "no"}
 
@@ -158,7 +152,6 @@ def test_what_grpo_generates_at_once_is_cut_into_the_batches_of_several_steps(tm
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_path: Path) -> None:
     """Where the model equals its reference, DPO's loss is log 2 and its margins are 0."""
-    prepare("DPO", tmp_path)
     arguments: dict[str, Any] = {"bf16": True, "precompute_ref_log_probs": precomputed, "reference": True}
     unsaved: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1}
     trainer = make("DPO", tmp_path, on_protrain=True, **arguments, **unsaved)
@@ -170,7 +163,6 @@ def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_p
 
 @pytest.mark.slow
 def test_a_reference_model_follows_the_model_on_two_processes(tmp_path: Path) -> None:
-    prepare("DPO", tmp_path)
     arguments: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "save_strategy": "no"}
     ours = two("DPO", tmp_path / "ours", on_protrain=True, **arguments)
     assert_close(ours[0], two("DPO", tmp_path / "plain", on_protrain=False, **arguments)[0])
@@ -209,7 +201,7 @@ def test_a_loss_that_is_called_as_the_models_forward_needs_an_example_batch(
         return model(inputs)
 
     monkeypatch.setattr(type(trainer), "compute_loss", lambda self, *args, **others: redirected(*args, **others))
-    with pytest.raises(ValueError, match=r"^Trainer calls its loss in place.*\"example_batch\": batch"):
+    with pytest.raises(ValueError, match=r"^ProTrainTrainer calls its loss in place.*\"example_batch\": batch"):
         trainer.train()
     assert model.forward == forward
 
@@ -234,7 +226,7 @@ def test_only_the_models_own_loss_is_computed_in_pieces(another: str, tmp_path: 
     elif another == "function":
         trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().logsumexp(-1).mean()
     elif another == "smoothing":
-        trainer.label_smoother = pytest.importorskip("transformers").trainer_pt_utils.LabelSmoother(epsilon=0.1)
+        trainer.label_smoother = transformers.trainer_pt_utils.LabelSmoother(epsilon=0.1)
     tokens = torch.randint(3, VOCABULARY, (2, 32))
     trainer._wrap_arguments["example_batch"] = {"input_ids": tokens, "labels": tokens}
     trainer.train()
@@ -295,7 +287,6 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
     """The plan is made for the first batch, and the optimizer is wrapped as it is."""
-    transformers = pytest.importorskip("transformers")
 
     def run(kind: Any, **more: Any) -> list[dict[str, float]]:
         model = llama()
@@ -306,9 +297,10 @@ def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         trainer = kind(model=model, args=args, train_dataset=Endless(), optimizers=(optimizer, schedule), **more)
         trainer.train()
+        assert kind is transformers.Trainer or trainer.optimizer.optimizer.hardware.device_bytes == 64 << 20
         return [{name: row[name] for name in ("loss", "learning_rate")} for row in trainer.state.log_history[:-1]]
 
-    ours = run(ProTrainTrainer, protrain={"device_memory": WHOLE})
+    ours = run(ProTrainTrainer, protrain={"device_memory": "64MiB"})
     for mine, theirs in zip(ours, run(transformers.Trainer), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
 

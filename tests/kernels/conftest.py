@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from protrain_kernels import AdamStates, host_kernels, host_library
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.flatten import launch_flatten, launch_unflatten, table_for
 from protrain_kernels.fold import launch_fold
 from protrain_kernels.fold import table_for as fold_table_for
+from protrain_kernels.launch import launch
+from tools.kernel_variants import variants
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,44 @@ _INTERPRETED: dict[tuple[str, str], Callable[..., object]] = {
 }
 
 
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8"}
+_TYPES |= {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
+_OF_SIZES = {"RANKS", "UNROLL", "WORDS", "STRIDE", "SOFTCAP"}  # constants of which some values alone are compiled
+
+
+def _choices(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> tuple[str, frozenset[Any]]:
+    """What makes a launch another variant, whatever the sizes."""
+    chosen = {name: value for name, value in constants.items() if name not in _OF_SIZES}
+    return kernel.fn.__name__, frozenset({**types, **chosen}.items())
+
+
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter prepares the language once, and not at every call of one jit function from another.
+def quiet_numpy() -> Iterator[None]:
+    """NumPy, by which Triton's interpreter computes, keeps its remarks on infinities and NaN to itself."""
+    with numpy.errstate(all="ignore"):
+        yield
 
-    To look through the language for what is to be replaced took a third of the time of these tests.
-    """
-    prepare = interpreter._patch_lang
-    prepared: set[frozenset[Any]] = set()
 
-    def prepare_once(function: Any) -> Any:
-        languages = frozenset(each for each in function.__globals__.values() if each is tl or each is tl.core)
-        if languages not in prepared:
-            prepare(function)
-            prepared.add(languages)
-        return SimpleNamespace(restore=lambda: None)  # which is asked for after every launch
+@pytest.fixture(scope="session", autouse=True)
+def compiled_ahead() -> Iterator[None]:
+    """Each launch in the interpreter is of a variant that ``make kernels`` compiles for every GPU."""
+    if torch.cuda.is_available():  # where a test measures how long the host takes to launch
+        yield
+        return
+    listed = {_choices(variant.kernel, variant.pointers, variant.constants) for variant in variants()}
+
+    def checked(
+        kernel: Any, programs: int, tensors: Any, integer: int, floats: Any, constants: Any, options: Any, **where: Any
+    ) -> None:
+        types = {name: _TYPES[tensor.dtype] for name, tensor in zip(kernel.arg_names, tensors, strict=False)}
+        named = dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True))
+        launched = _choices(kernel, types, named)
+        assert launched in listed, f"tools/kernel_variants.py lacks {launched}"
+        launch(kernel, programs, tensors, integer, floats, constants, options, **where)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", prepare_once)
+        for module in ("adam", "cross_entropy", "flatten", "fold", "from_host"):
+            patch.setattr(importlib.import_module(f"protrain_kernels.{module}"), "launch", checked)
         yield
 
 

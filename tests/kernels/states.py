@@ -1,14 +1,17 @@
-"""Random values, states of Adam with copies where a kernel runs, and whether two tensors have the same bits."""
+"""Random values, states of Adam with copies where a kernel runs, a step, and whether two tensors have the same bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
-from protrain_kernels import AdamStates, split
+from protrain_kernels import AdamStates, adam_scalars, split
 
 BF16, FP16, FP32 = TYPES = torch.bfloat16, torch.float16, torch.float32
+MOMENTS = pytest.mark.parametrize("moment_dtype", [FP32, BF16], ids=["moments", "bfloat16-moments"])
+SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

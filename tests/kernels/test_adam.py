@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamScalars, AdamStates, adam, adam_reference, adam_scalars, host_kernels
-from tests.kernels.states import any_bits, check, copied, random_states, same_bits, states_of
+from protrain_kernels import AdamScalars, AdamStates, adam, adam_reference, adam_scalars, host_kernels, split
+from tests.kernels.states import MOMENTS, any_bits, check, copied, random_states, same_bits, states_of
 
 COUNT = 2048 + 384  # two whole blocks of the Triton kernel and a part
 TYPES = [
@@ -20,11 +20,6 @@ TYPES = [
     (torch.float32, torch.float32),
 ]
 IDS = [f"{weight}-{grad}".replace("torch.", "") for weight, grad in TYPES]
-MOMENTS = pytest.mark.parametrize(
-    "moment_dtype", [torch.float32, torch.bfloat16], ids=["float32-moments", "bfloat16-moments"]
-)
-# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 def _scalars(step: int, **changes: Any) -> AdamScalars:
@@ -197,3 +192,44 @@ def test_into_a_second_copy_the_bits_are_those_in_place(
         same_bits(weight, expected.weight)
         check(new, expected)
         check(old, before)
+
+
+_INF, _NAN, _LARGE = float("inf"), float("nan"), 3.39e38  # the last is the largest bf16
+_SPECIAL = [
+    *(("grad", value) for value in (_NAN, _INF, -_INF, _LARGE, 3e19, -3e19)),
+    *(("weight", value) for value in (_NAN, _INF, -_INF, _LARGE)),
+    *(("exp_avg", value) for value in (_NAN, _INF, -_INF, _LARGE, -_LARGE)),
+    *(("exp_avg_sq", value) for value in (_NAN, _INF, _LARGE, -1.0, -0.0)),
+    *[("overflow", _LARGE)] * 4,  # variances that must be rounded down: beyond the largest bf16 is infinity
+]
+
+
+@pytest.mark.parametrize("out_of_place", [False, True], ids=["in place", "out of place"])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+def test_one_special_value_among_ordinary_ones(compiled: None, decoupled: bool, out_of_place: bool) -> None:
+    """Moments in bf16: blocks without any, here every second one, go another way, with neighbours in pairs."""
+    block = 512
+    count = 4 * block * len(_SPECIAL)
+    generator = torch.Generator().manual_seed(5)
+    scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, step=3, decoupled=decoupled)
+    weight, remainder = split(torch.randn(count, generator=generator))
+    exp_avg, grad = (torch.randn(count, generator=generator).bfloat16() for _ in range(2))
+    exp_avg_sq = torch.rand(count, generator=generator).bfloat16()
+    changed = {"grad": grad, "weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    scale = torch.tensor([1.0039])
+    for at, (name, value) in enumerate(_SPECIAL):
+        for side in range(2):  # of a pair
+            place = 2 * (2 * at + side) * block + 17 + side
+            if name == "overflow":
+                exp_avg_sq[place], grad[place] = value, 1.8375e19  # its square, scaled, is just finite
+                exp_avg[place] = 1e15 * place  # for other random bits
+            else:
+                changed[name][place] = value
+    old = AdamStates(weight, remainder, exp_avg, exp_avg_sq)
+    expected, found = copied(old), copied(old)
+    adam_reference(*expected, grad, scalars, scale=scale)
+    if out_of_place:
+        adam(*old, grad, scalars, scale=scale, threads=2, out=found)
+    else:
+        adam(*found, grad, scalars, scale=scale, threads=2)
+    check(found, expected)

@@ -11,8 +11,6 @@ import torch
 from protrain_kernels import TILE, flatten, flatten_reference, padded, tiles, unflatten
 from tests.kernels.states import BF16, FP16, FP32, TYPES, any_bits, boundaries, every_half, same_bits
 
-# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 SHAPES = [(3, 5, 7), (128,), (1,), (TILE // 64, 64), (130, 129)]
 

@@ -12,9 +12,6 @@ import torch
 from protrain_kernels import TILE, Slice, fold, fold_reference, in_parts, padded, sum_of_squares_reference, tiles
 from tests.kernels.states import BF16, FP16, FP32, TYPES, any_bits, same_bits
 
-# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 
 def _slices() -> tuple[list[Slice], int, int]:
     """(slices, elements of the range, partials): every way in which a range may meet a parameter.
@@ -224,40 +221,9 @@ def test_a_range_in_parts_has_the_bits_of_the_whole(backend: Any, most: int) -> 
         same_bits(ours, theirs)
 
 
-# -- slices ------------------------------------------------------------------------------------------------------------
-
-
-def _slice(**changes: int) -> Slice:
-    return Slice(**{"offset": 0, "numel": 200, "first": 0, "parameter_numel": 200, "partial_offset": 0} | changes)
-
-
-@pytest.mark.parametrize(
-    ("first", "numel", "parameter_numel", "whole"),
-    [
-        (0, 200, 200, [0]),
-        (0, 0, 200, []),
-        (0, 0, 0, []),
-        (0, 128, 200, []),  # the parameter goes on in another shard
-        (128, 72, 200, []),  # it began in another shard
-        (0, TILE, TILE, [0]),
-        (0, TILE, TILE + 1, [0]),
-        (TILE, 1, TILE + 1, [1]),
-        (TILE, 0, TILE, []),
-        (128, 3 * TILE, 4 * TILE, [1, 2]),
-        (128, 4 * TILE - 128, 4 * TILE, [1, 2, 3]),
-        (TILE + 128, TILE - 256, 4 * TILE, []),
-        (2 * TILE, 2 * TILE - 128, 4 * TILE, [2]),
-        (3 * TILE - 128, TILE + 135, 4 * TILE + 7, [3, 4]),
-    ],
-)
-def test_whole_tiles(first: int, numel: int, parameter_numel: int, whole: list[int]) -> None:
-    part = _slice(first=first, numel=numel, parameter_numel=parameter_numel)
-    assert [*part.whole_tiles] == whole
-
-
 def test_partials_of_tiles_that_are_cut_need_no_room() -> None:
     """Only the first of the parameter's three tiles is whole, so one partial is enough."""
-    part = _slice(numel=TILE + 128, parameter_numel=3 * TILE)
+    part = Slice(offset=0, numel=TILE + 128, first=0, parameter_numel=3 * TILE, partial_offset=0)
     gradient, partials = torch.zeros(part.padded), torch.zeros(1)
     fold(torch.ones(2, part.padded), [part], gradient=gradient, factor=1.0, partials=partials)
     assert partials.tolist() == [4.0 * TILE]

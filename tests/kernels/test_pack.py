@@ -9,9 +9,6 @@ import torch
 
 from protrain_kernels import pack, padded, unpack
 
-# NumPy, under Triton's interpreter, squares what a compiled kernel does not, and remarks on infinities and NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 
 def check_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Equal types, shapes, strides and bytes: payloads of NaN too."""

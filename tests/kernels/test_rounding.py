@@ -28,15 +28,24 @@ from protrain_kernels import (
     tiles,
 )
 from protrain_kernels.host_kernels import sum_of_squares
-from tests.kernels.states import BF16, FP16, FP32, TYPES, any_bits, boundaries, check, copied, random_states, same_bits
+from tests.kernels.states import (
+    BF16,
+    FP16,
+    FP32,
+    MOMENTS,
+    TYPES,
+    any_bits,
+    boundaries,
+    check,
+    copied,
+    random_states,
+    same_bits,
+)
 
 HALVES = [BF16, FP16]
 FACTORS = [1.0, 0.25, 1 / 3]  # the last is no fp32 number
-MOMENTS = pytest.mark.parametrize("moment_dtype", [FP32, BF16], ids=["moments", "bfloat16-moments"])
 SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=False)
 COUNT = 2048 + 384
-# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 def _sums(count: int) -> torch.Tensor:

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamStaging, AdamStates, adam_reference, adam_scalars, streamed_adam
-from tests.kernels.states import check, copied, random_states
+from protrain_kernels import AdamStaging, AdamStates, adam_reference, streamed_adam
+from tests.kernels.states import MOMENTS, SCALARS, TYPES, check, copied, random_states
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-MOMENTS = pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16], ids=["moments", "bfloat16-moments"])
-SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
+DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=str)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 

@@ -15,8 +15,7 @@ from protrain.planning.layout import pack
 from protrain.planning.plan import Counts, Modes
 from protrain.planning.predict import CLIPPED
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.machines import H100
-from tests.planning.models import MIB, equal_blocks, profile_of
+from tests.planning.models import H100, MIB, equal_blocks, profile_of
 
 N = 8 * MIB  # elements of a chunk
 # A mechanism that saves a smaller share of a step may be left unused.

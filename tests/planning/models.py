@@ -1,19 +1,26 @@
-"""Models, machines and counts that the planner's tests share."""
+"""Models, machines and counts that the planner's tests share.
+
+They start from one H100, kept as it was calibrated. The profile that ships may be replaced by another machine's, with
+which the same seeds would be other cases.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from protrain.common.tables import parse_memory
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import MemoryModel, Models, pack
+from protrain.planning import MemoryModel, Models, pack, predict
 from protrain.planning.plan import Counts
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from tests.planning.machines import H100
 
+H100 = HardwareProfile.load(Path(__file__).with_name("h100.json"))
 MIB = 1024**2
 GIB = 1024**3
 N = 1_280_000  # elements of a chunk of `chain`: 2.56 MB of weights
@@ -33,6 +40,8 @@ MACHINE = replace(
     bidirectional_gbps=2.0,
     host_dram_gbps=1e6,
 )
+# Two ranks receive and send half of a tensor in half the time of the whole: a chunk of 2.56 MB takes 1 ms.
+TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 # By name, so that a test may change one: inputs of 256 MiB, 4 GiB in all, beside 8 GiB of states. 20 ms a block give
 # the link time for that and not for more.
 LONG: dict[str, Any] = {"n_blocks": 16, "elements": 32 * MIB, "saved": 4096 * MIB, "ms": 20.0}
@@ -152,6 +161,22 @@ def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfi
         "host_bytes": parse_memory(host, name="host"),
     }
     return replace(H100, contention=(), **memory, **changes)
+
+
+def judge_as_calibrated(patch: pytest.MonkeyPatch) -> None:
+    """Let searches make plans for the host as it was calibrated, not for a slower one."""
+    patch.setattr(predict, "slower_share", lambda hardware: 1.0)
+
+
+def with_host(hardware: HardwareProfile, share: float) -> HardwareProfile:
+    """``hardware`` with a host that updates at ``share`` of its rate."""
+    weights, narrow = hardware.host_adam_weight_gparams, hardware.host_adam_narrow_gparams
+    return replace(
+        hardware,
+        host_adam_gparams=hardware.host_adam_gparams * share,
+        host_adam_weight_gparams=None if weights is None else weights * share,
+        host_adam_narrow_gparams=None if narrow is None else narrow * share,
+    )
 
 
 def placed(n_persist: int, n_buffer: int, n_speculate: int = 0, n_weight_only: int = 0) -> Counts:

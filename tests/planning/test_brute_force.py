@@ -23,8 +23,7 @@ from tests.planning.brute_force import (
     that_streams,
     tight_case,
 )
-from tests.planning.machines import judge_as_calibrated
-from tests.planning.models import MIB, with_attention
+from tests.planning.models import MIB, judge_as_calibrated, with_attention
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,8 @@ from protrain.planning.ranges import Change
 from protrain.planning.rates import slower_share
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.machines import H100, with_host
-from tests.planning.models import equal_blocks, profile_of
+from tests.planning.models import MIB, equal_blocks, machine, profile_of, with_host
 
-MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
 
 
@@ -29,10 +27,6 @@ def make_profile(n: int = 6, *, saved: int = 400 * MIB, ms: float = 20.0, device
     segments += [("backward", at, saved // 16 * at, saved, 3 * ms) for at in reversed(range(n))]
     blocks = equal_blocks(n, ms, 2 * ms, saved, forward_peak_bytes=saved, input_bytes=0, output_bytes=0)
     return replace(profile_of([(N, 0)] * n, [(at, (at,)) for at in range(n)], blocks, segments), device=device)
-
-
-def machine(device_mib: int, host_mib: int = 4096, **changes: Any) -> HardwareProfile:
-    return replace(H100, contention=(), device_bytes=device_mib * MIB, host_bytes=host_mib * MIB, **changes)
 
 
 # 42 ms a chunk, where a block computes 20; the GPU cannot help
@@ -80,7 +74,7 @@ def test_a_wait_is_blamed_on_what_led_to_it() -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("counts", [{}, {"n_swap": 2, "n_ckpt": 3}, {"n_persist": 3, "n_ckpt": 1}, {"n_persist": 6}])
 def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: bool) -> None:
-    traced, hardware = make_profile(), machine(8192, **SLOW_HOST)
+    traced, hardware = make_profile(), machine("8GiB", "4GiB", **SLOW_HOST)
     if counts.get("n_persist") == 6:
         counts = {**counts, "n_buffer": 0}
     plan = hand_made(traced, hardware, **counts)
@@ -93,8 +87,8 @@ def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: 
 
 
 def test_the_critical_resource_is_the_one_that_is_slow() -> None:
-    traced = make_profile()
-    slow_host, slow_link, quick = machine(8192, **SLOW_HOST), machine(8192, **SLOW_LINK), machine(8192)
+    traced, quick = make_profile(), machine("8GiB", "4GiB")
+    slow_host, slow_link = replace(quick, **SLOW_HOST), replace(quick, **SLOW_LINK)
 
     def forward_limit(hardware: HardwareProfile, **counts: int) -> str:
         return explain(hand_made(traced, hardware, **counts), traced, hardware).phases[0].limit
@@ -108,7 +102,7 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
 
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:
-    traced, hardware = make_profile(), machine(16384, **SLOW_HOST)
+    traced, hardware = make_profile(), machine("16GiB", "4GiB", **SLOW_HOST)
     blocks = tuple(replace(block, attention_bytes=8 * MIB, attention_ms=5.0) for block in traced.blocks)
     traced = replace(traced, blocks=blocks)
     counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2, "n_weight_only": 1}
@@ -135,7 +129,7 @@ def found(changes: tuple[Change, ...], knob: str, step: int) -> Change:
 
 
 def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
-    traced, roomy = make_profile(), machine(8192)
+    traced, roomy = make_profile(), machine("8GiB", "4GiB")
     plan = hand_made(traced, roomy, n_persist=2)
     exact = replace(roomy, device_bytes=plan.device_bytes, host_bytes=plan.host_bytes)
     rows = explain(plan, traced, exact).knob_table().splitlines()
@@ -144,7 +138,7 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
 
 
 def test_impossible_knobs_say_why_and_others_take_along_what_they_need() -> None:
-    traced, hardware = make_profile(), machine(16384)
+    traced, hardware = make_profile(), machine("16GiB", "4GiB")
 
     def changes(inside: bool = False, **counts: int) -> tuple[Change, ...]:
         plan = hand_made(traced, hardware, **counts)
@@ -164,7 +158,7 @@ def test_impossible_knobs_say_why_and_others_take_along_what_they_need() -> None
 
 
 def test_alternatives_are_what_the_search_finds_for_them() -> None:
-    traced, hardware = make_profile(), machine(1400, 2048, **SLOW_HOST)
+    traced, hardware = make_profile(), machine("1400MiB", "2GiB", **SLOW_HOST)
     mine = replace(hardware, device_type="cuda", name="NVIDIA GeForce RTX 3090")
     machines = other_machines(mine)
     found = {other.what: other.plan for other in alternatives(traced, mine, machines)}
@@ -184,7 +178,7 @@ def test_alternatives_are_what_the_search_finds_for_them() -> None:
 
 
 def test_bytes_by_kind_add_up() -> None:
-    traced, hardware = make_profile(), machine(8192)
+    traced, hardware = make_profile(), machine("8GiB", "4GiB")
     plan = hand_made(traced, hardware, n_persist=2, n_swap=2, n_ckpt=2)
     why = explain(plan, traced, hardware)
     assert sum(why.device_bytes.values()) == 2 * plan.device_bytes  # the whole, and its parts

@@ -12,8 +12,7 @@ from protrain.planning import BlockMode, MemoryModel, block_modes, pack
 from protrain.planning.memory import state_bytes
 from protrain.planning.plan import Counts
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.machines import H100
-from tests.planning.models import MACHINE, MIB, N, chain, make_profile, placed
+from tests.planning.models import H100, MACHINE, MIB, N, chain, make_profile, placed
 
 NONE = BlockMode.NONE
 

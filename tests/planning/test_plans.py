@@ -21,8 +21,7 @@ from protrain.planning import (
 from protrain.planning.plan import name_other_use, refuse_other_model
 from protrain.planning.predict import host_gparams
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.machines import H100
-from tests.planning.models import GIB, MIB, machine, make_profile
+from tests.planning.models import GIB, H100, MIB, machine, make_profile
 
 NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
 

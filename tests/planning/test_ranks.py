@@ -21,23 +21,10 @@ from protrain.planning import (
 )
 from protrain.planning.answer import Job
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
-from tests.planning.machines import H100
-from tests.planning.models import (
-    MACHINE,
-    MIB,
-    N,
-    busy_ms,
-    chain,
-    machine,
-    make_profile,
-    model_of,
-    placed,
-)
+from tests.planning.models import H100, MACHINE, MIB, TWO, N, busy_ms, chain, machine, make_profile, model_of, placed
 
 NONE = BlockMode.NONE
 MODES = (NONE,) * 4
-# Two ranks receive and send half of a tensor in half the time of the whole: a chunk of 2.56 MB takes 1 ms.
-TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 
 
 def of_lane(timeline: Timeline, lane: int) -> list[Operation]:

@@ -22,8 +22,7 @@ from protrain.planning.rates import (
 )
 from protrain.planning.timeline import DOWN, GPU, HOST, REDUCE, STREAM, UP
 from protrain.profiler.model_profile import ParameterRecord, UnitRecord
-from tests.planning.machines import H100
-from tests.planning.models import MACHINE, MIB, chain, make_profile
+from tests.planning.models import H100, MACHINE, MIB, chain, make_profile
 
 
 def left(hardware: HardwareProfile, lane: int, other: int) -> float:

@@ -14,7 +14,7 @@ from protrain.planning.rates import COPY_MS
 from protrain.planning.step import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, UP
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.models import DEVICE_UPDATE_MS, MACHINE, MOVE_MS, UPDATE_MS, N, chain, model_of, placed
+from tests.planning.models import DEVICE_UPDATE_MS, MACHINE, MOVE_MS, TWO, UPDATE_MS, N, chain, model_of, placed
 
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
 USUAL = chain(3.0, 6.0)
@@ -26,8 +26,6 @@ SLOW = replace(MACHINE, host_adam_gparams=0.0128)  # 100 ms a chunk
 # From the norm to the last chunk, of three batches. An update reads sums of 4 bytes, where it else moves 26.
 SLOW_MS = 2 * 36.0 + 28 / 26 * 3 * 100.0 + MOVE_MS + 3.0 + 4 * 6.0
 HELPED = replace(SLOW, streamed_adam_gparams=0.00639)  # by the GPU, which takes just over 200 ms
-# Two ranks receive and send half of a tensor in half the time of the whole: a chunk of 2.56 MB takes 1 ms.
-TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 FASTER = replace(TWO, all_gather_gbps=12.8, all_to_all_gbps=6.4)  # 0.1 and 0.2 ms
 WHOLE_MS = 1.0 + COLLECTIVE_MS  # one chunk gathered or reduced
 RANKS_MS = 4 * 9.0 + WHOLE_MS + DEVICE_UPDATE_MS / 2 + WHOLE_MS

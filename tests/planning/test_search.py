@@ -16,8 +16,7 @@ from protrain.planning import check, evaluate, search
 from protrain.planning.rates import slower_share
 from protrain.planning.simulate import Run
 from tests.planning.brute_force import large_vocabulary, random_machine
-from tests.planning.machines import H100, judge_as_calibrated, with_host
-from tests.planning.models import GIB, LONG, MIB, machine, make_profile
+from tests.planning.models import GIB, H100, LONG, MIB, judge_as_calibrated, machine, make_profile, with_host
 
 
 def test_with_room_for_all_nothing_is_moved() -> None:

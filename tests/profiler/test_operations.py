@@ -68,27 +68,13 @@ def test_views_move_nothing_and_what_is_expanded_little() -> None:
     assert found.traffic_bytes == 2 * SIZE + WIDTH * 4
 
 
-@pytest.fixture
-def two_blocks(tiny_model: Callable[..., Any]) -> Callable[[str], Any]:
-    """A tiny model with two of its blocks, as each is compiled."""
-
-    def build(family: str) -> Any:
-        model = tiny_model(family)
-        stack = model.get_submodule({"llama": "model", "opt": "model.decoder", "gpt2": "transformer"}[family])
-        name = "h" if family == "gpt2" else "layers"
-        setattr(stack, name, getattr(stack, name)[:2])
-        return model
-
-    return build
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_the_meta_device_knows_what_compiled_blocks_save(
-    two_blocks: Callable[[str], Any], tiny_batch: Callable[..., Any], family: str
+    tiny_model: Callable[..., Any], tiny_batch: Callable[..., Any], family: str
 ) -> None:
     torch._dynamo.reset()  # numbers of which it has seen other values would be inputs of a graph, and saved
-    model, batch = two_blocks(family), tiny_batch()
+    model, batch = tiny_model(family, num_hidden_layers=2), tiny_batch()
     blocks = [model.get_submodule(path) for path in find_blocks(model)]
     plain = profile(model, batch, device="meta", dtype=torch.float32)
     compile_blocks(blocks, on_meta=True)

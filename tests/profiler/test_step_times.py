@@ -41,49 +41,6 @@ def test_recomputation_ends_with_the_last_saved_tensor(clock: SimpleNamespace) -
         assert block.backward_ms == pytest.approx(0.0)
 
 
-class _Steps:
-    """Simulated steps of 50 ms, with a record of when they were queued and when they were waited for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compiling: int = 0) -> None:
-        self.order = ""
-        self.n_queued = 0
-        monkeypatch.setattr(step_times, "finish", lambda device: self._note("w"))
-        monkeypatch.setattr(step_times, "graphs_compiled", lambda: 7 + min(compiling, self.n_queued))
-
-    def _note(self, what: str) -> None:
-        self.order += what
-
-    def queue(self) -> list[Segment]:
-        self.n_queued += 1
-        self._note(str(self.n_queued))
-        return [Segment("forward", "block", start=100.0, recomputed=100.0 + self.n_queued, end=150.0)]
-
-    def counted(self, *, compiled: bool = False, sustained_ms: float) -> str:
-        device = torch.device("cuda" if sustained_ms else "cpu")
-        steps = time_steps(self.queue, device, compiled=compiled, sustained_ms=sustained_ms)
-        assert all(whole == 50.0 for [(whole, _)] in steps)
-        return "".join(f"{recomputation:.0f}" for [(_, recomputation)] in steps)
-
-
-@pytest.mark.parametrize(
-    ("sustained_ms", "counted", "order"),
-    [
-        (0.0, "1", "1w"),
-        (50.0, "2", "1w2w"),
-        (80.0, "3", "1w23w"),
-        (120.0, "34", "1w234w"),
-        (10000.0, "345", "1w2345w"),
-    ],
-    ids=["on a CPU one", "a long one", "one queued behind another", "two", "three, however short they are"],
-)
-def test_the_first_step_on_a_gpu_does_not_count_and_short_ones_are_queued_together(
-    sustained_ms: float, counted: str, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = _Steps(monkeypatch)
-    assert steps.counted(sustained_ms=sustained_ms) == counted
-    assert steps.order == order
-
-
 class _Others(step_times.Together):
     """Ranks with numbers of their own."""
 
@@ -95,33 +52,42 @@ class _Others(step_times.Together):
 
 
 @pytest.mark.parametrize(
-    ("of_others", "order"),
-    [({step_times.LASTED: 90.0}, "1w23w"), ({step_times.COMPILED: 1.0}, "1w2w3456w")],
-    ids=["longer", "compiled"],
+    ("sustained_ms", "compiling", "of_others", "counted", "order"),
+    [
+        pytest.param(0.0, None, {}, "1", "1w", id="on a CPU one"),
+        pytest.param(50.0, None, {}, "2", "1w2w", id="a long one"),
+        pytest.param(80.0, None, {}, "3", "1w23w", id="one queued behind another"),
+        pytest.param(120.0, None, {}, "34", "1w234w", id="two"),
+        pytest.param(10000.0, None, {}, "345", "1w2345w", id="three, however short they are"),
+        pytest.param(180.0, None, {step_times.LASTED: 90.0}, "3", "1w23w", id="as of a rank whose step is longer"),
+        pytest.param(180.0, None, {step_times.COMPILED: 1.0}, "456", "1w2w3456w", id="another rank has compiled"),
+        pytest.param(0.0, 1, {}, "2", "1w2w", id="on a CPU none that compiles"),
+        pytest.param(50.0, 1, {}, "3", "1w2w3w", id="a long one and none that compiles"),
+    ],
 )
-def test_the_steps_are_as_many_as_those_of_a_rank(
-    of_others: dict[str, float], order: str, monkeypatch: pytest.MonkeyPatch
+def test_the_first_step_on_a_gpu_does_not_count_and_short_ones_are_queued_together(
+    sustained_ms: float,
+    compiling: int | None,
+    of_others: dict[str, float],
+    counted: str,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    steps = _Steps(monkeypatch)
-    time_steps(
-        steps.queue,
-        torch.device("cuda"),
-        compiled=False,
-        sustained_ms=180.0,
-        together=_Others(of_others),
-    )
-    assert steps.order == order
+    """Steps of 50 ms are simulated. ``order`` says when each was queued, and with w when they were waited for."""
+    done: list[str] = []
 
+    def queue() -> list[Segment]:
+        number = 1 + len(done) - done.count("w")
+        done.append(str(number))
+        return [Segment("forward", "block", start=100.0, recomputed=100.0 + number, end=150.0)]
 
-@pytest.mark.parametrize(
-    ("sustained_ms", "counted", "order"), [(0.0, "2", "1w2w"), (50.0, "3", "1w2w3w")], ids=["on a CPU", "a long one"]
-)
-def test_a_step_in_which_something_was_compiled_does_not_count(
-    sustained_ms: float, counted: str, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = _Steps(monkeypatch, compiling=1)
-    assert steps.counted(compiled=True, sustained_ms=sustained_ms) == counted
-    assert steps.order == order
+    monkeypatch.setattr(step_times, "finish", lambda device: done.append("w"))
+    monkeypatch.setattr(step_times, "graphs_compiled", lambda: 7 + min(compiling or 0, len(done)))
+    how: Any = {"compiled": compiling is not None, "sustained_ms": sustained_ms, "together": _Others(of_others)}
+    steps = time_steps(queue, torch.device("cuda" if sustained_ms else "cpu"), **how)
+    assert "".join(done) == order
+    assert [recomputation for [(_, recomputation)] in steps] == [float(number) for number in counted]
+    assert all(whole == 50.0 for [(whole, _)] in steps)
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(

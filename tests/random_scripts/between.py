@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,6 @@ from torch import Tensor, nn
 
 from tests.engine.harness import Spec, states
 from tests.random_scripts.models import WIDTH, Adapter, batch
-
-HOOKS = (
-    "forward",
-    "forward of a layer",
-    "before forward",
-    "backward",
-    "before backward",
-    "gradient",
-    "gradient of the output",
-)
 
 
 def set_group(side: Any, group: int, key: str, value: Any) -> None:
@@ -138,23 +129,21 @@ def _halve_later(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * 0.5)
 
 
+# By kind: how it is registered at a block.
+_HOOKS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda block: block.register_forward_hook(_double),
+    "forward of a layer": lambda block: block.first.register_forward_hook(_double),
+    "before forward": lambda block: block.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0.5,)),
+    "backward": lambda block: block.register_full_backward_hook(_halve_all),
+    "before backward": lambda block: block.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 0.5,)),
+    "gradient": lambda block: block.second.weight.register_hook(lambda gradient: gradient * 0.5),
+    "gradient of the output": lambda block: block.register_forward_hook(_halve_later),
+}
+HOOKS = tuple(_HOOKS)
+
+
 def hook(side: Any, block: int, kind: str) -> None:
-    module = side.model.blocks[block]
-    if kind == "forward":
-        handle = module.register_forward_hook(_double)
-    elif kind == "before forward":
-        handle = module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0.5,))
-    elif kind == "before backward":
-        handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (of_outputs[0] * 0.5,))
-    elif kind == "gradient of the output":
-        handle = module.register_forward_hook(_halve_later)
-    elif kind == "forward of a layer":
-        handle = module.first.register_forward_hook(_double)
-    elif kind == "backward":
-        handle = module.register_full_backward_hook(_halve_all)
-    else:
-        handle = module.second.weight.register_hook(lambda gradient: gradient * 0.5)
-    side.handles.append(handle)
+    side.handles.append(_HOOKS[kind](side.model.blocks[block]))
 
 
 def unhook(side: Any) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import protrain
 from protrain_kernels import adam_reference, adam_scalars, sum_of_squares_reference
+from tests.engine.harness import adamw
 
 ON_DEVICE, OFFLOADED = "on the device", "offloaded"
 both_plans = pytest.mark.parametrize("plan", [ON_DEVICE, OFFLOADED])
@@ -48,14 +49,6 @@ class Blocks(nn.Module):
 
 def rows(seed: int = 0, count: int = 4) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in two groups, of which one does not decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, weight_decay=0.1)
 
 
 class Plain(torch.optim.AdamW):

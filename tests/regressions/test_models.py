@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import protrain
+from tests.engine.harness import adamw
 from tests.regressions.plain import (
     ON_DEVICE,
     Blocks,
-    adamw,
     assert_same,
     both_plans,
     check,

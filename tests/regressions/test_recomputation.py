@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import protrain
+from tests.engine.harness import adamw
 from tests.regressions.plain import (
     OFFLOADED,
     ON_DEVICE,
     WIDTH,
     Blocks,
-    adamw,
     assert_same,
     both_plans,
     check,
