@@ -81,6 +81,7 @@ def build_engine(
         weights: what to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
     """
+    groups.refuse_changed(model)
     library()  # build it now, so that a missing compiler is an error before the first step
     dtype = DTYPES[profile.dtype]
     layout = layout_of(profile, plan)

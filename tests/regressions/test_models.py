@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 import protrain
 from tests.engine.harness import adamw
 from tests.regressions.plain import (
+    ON_DEVICE,
     Blocks,
     assert_same,
     both_plans,
@@ -229,6 +230,14 @@ def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) 
             return left(model, optimizer)
 
     assert_same(run(plan), run("on the device"))
+
+
+def test_parameters_that_change_between_wrap_and_the_first_call_are_refused() -> None:
+    """A save after the training failed, or lacked what had been added."""
+    model, _ = wrapped(ON_DEVICE, late=True)
+    model.get_submodule("blocks").append(nn.Linear(16, 16))
+    with pytest.raises(protrain.MisuseError, match=r"blocks\.4\.\w+ was added, .* before protrain\.wrap"):
+        model(rows())
 
 
 def test_a_model_is_wrapped_in_inference_mode() -> None:

@@ -13,8 +13,10 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from protrain.common.errors import MisuseError
+from protrain.common.parameters import is_managed
 from protrain_kernels import AdamScalars, adam_scalars
 
 _adam_scalars = functools.lru_cache(maxsize=4)(adam_scalars)  # chunk after chunk asks for the same
@@ -104,6 +106,15 @@ class Groups:
                     "To stop training one, call its requires_grad_(False)"
                 )
         self._known = [list(parameters) for parameters in found]  # they have another order
+
+    def refuse_changed(self, model: nn.Module) -> None:
+        """MisuseError if ``model`` no longer has the parameters with which it was wrapped, by their names."""
+        now = {id(parameter): name for name, parameter in model.named_parameters() if is_managed(parameter)}
+        if changed := now.items() ^ self._names.items():
+            raise MisuseError(
+                f"{min(changed)[1]} was added, removed, renamed or replaced between protrain.wrap and the first call "
+                "of the model, and no save would have it: change the model before protrain.wrap"
+            )
 
     def state(self) -> dict[str, Any]:
         """The options of each group, and the names of its parameters that the model has, as JSON values."""
