@@ -76,7 +76,7 @@ class Frame:
         self.unit = unit
         self.weights_version = engine.weights_version  # backward must come before weights change
         self.updated_before = engine.updates.updated_inside.copy()  # chunks that backward had updated before this call
-        self.shared = set[int]()  # storages of arguments that the unit before was given, too
+        self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
         # Whether the unit runs now, forward or again. A backward that comes here then is one of its own.
         self.running = False
         self.buffers = engine.buffers

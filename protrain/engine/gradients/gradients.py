@@ -63,8 +63,8 @@ class Gradients:
         self._ranks = memory.ranks
         self.pending: dict[int, Tensor] = {}  # finished gradients that wait for ``flush``, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
-        self._zeroed = set[int]()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
-        self.delivered = set[int]()  # members whose gradients have arrived in this backward
+        self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
+        self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
         self.pools = GradientPools(managed)
         self.reduction = Reduction(managed, self.squares)

@@ -69,7 +69,7 @@ class Updates:
     ) -> None:
         memory = managed.memory
         self.inside = inside  # updates are made inside backward, not by step()
-        self.updated_inside = set[int]()  # chunks that backward has updated, until step() is called
+        self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
         self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
         self.worker = worker

@@ -45,7 +45,7 @@ class Bindings:
 
     def __init__(self, managed: ManagedModel, buffers: BufferPool) -> None:
         members, memory = managed.members, managed.memory
-        self.full = set[int]()  # parameters that full_parameters has on the CPU now
+        self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
         self.weights_overridden_by = ""  # the context, if any, inside which the model has other weights
         self._members = members
         self._resident = [member for member in members if member.chunk.resident]
