@@ -10,6 +10,7 @@ import pytest
 from protrain.cli.main import main
 from protrain.cli.models import choose_trained, read_architecture
 from protrain.cli.options import parse_lora
+from tests.cli.test_main import run
 from tests.tiny_models import tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -61,12 +62,9 @@ def test_the_words_of_lora_are_read() -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = main(["plan", "tiny", "--hardware", "h100", "--no-compile", *options])
-    except SystemExit as stop:
-        status = int(stop.code or 0)
+    status, _, err = run(capsys, "plan", "tiny", "--hardware", "h100", "--no-compile", *options)
     assert status == 2
-    assert message in capsys.readouterr().err
+    assert message in err
 
 
 def test_experts_get_no_adapter(tmp_path: Path) -> None:

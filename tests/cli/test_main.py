@@ -37,13 +37,6 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(capsys, "--version") == (0, f"protrain {importlib.metadata.version('protrain')}\n", "")
 
 
-@pytest.mark.slow
-def test_the_package_runs_as_a_program() -> None:
-    words = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "3", "--sequence", "16", "--json"]
-    done = subprocess.run([sys.executable, "-m", "protrain", *words], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["fits"]
-
-
 @pytest.mark.parametrize("command", ["", "plan", "export", "convert", "calibrate", "bench"])
 def test_a_help_text_fits_into_80_columns_and_shows_a_real_example(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -29,11 +29,6 @@ def test_positions_that_are_weights_stay_as_many_as_they_are() -> None:
         check_positions(loaded, 1025)
 
 
-def test_computed_positions_have_no_end() -> None:
-    loaded = read_architecture("tiny", layers=1)
-    check_positions(loaded, loaded.config.max_position_embeddings + 7)
-
-
 _FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mpt": {"max_seq_len": 64},

@@ -18,6 +18,7 @@ from protrain.common.cache import cache_folder
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler import cache, kept_profiles
 from protrain.profiler.blocks import find_blocks
+from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import Together
 from protrain.profiler.trace import profile
 
@@ -173,13 +174,9 @@ def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
     monkeypatch.setenv("PROTRAIN_CACHE", "1")
     monkeypatch.setattr(kept_profiles, "_KEPT", 2)
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    made = profile(model, BATCH, optimizer=optimizer, device="cpu")
-    monkeypatch.setattr(cache, "profile", lambda *args, **options: made)
+    made = profile(_model(), BATCH, device="cpu")
+    folder = cache_folder() / "profiles"
     for age, name in enumerate("abc"):
-        monkeypatch.setattr(cache, "fingerprint", lambda *args, key=name, **options: key)
-        cache.cached_profile(model, BATCH, optimizer=optimizer, device=torch.device("cuda"), dtype=torch.bfloat16)
-        if (cache_folder() / "profiles" / f"{name}.json").exists():
-            os.utime(cache_folder() / "profiles" / f"{name}.json", (age, age))
-    assert {path.stem for path in (cache_folder() / "profiles").glob("*.json")} == {"b", "c"}
+        kept_profiles.kept("profiles", ModelProfile, name, lambda: made)
+        os.utime(folder / f"{name}.json", (age, age))
+    assert {path.stem for path in folder.glob("*.json")} == {"b", "c"}
