@@ -234,11 +234,7 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
     [
         (run_train, "--model llama-8t", "there is no model 'llama-8t'"),
         (run_train, "--quantised nf4", "--quantised is for frozen weights: add --lora r=16"),
-        (
-            run_train,
-            "--float8 --contestants zero3",
-            "--float8: zero3 cannot here; protrain, floor, resident",
-        ),
+        (run_train, "--float8 --contestants zero3", "--float8: zero3 cannot here; protrain, floor, resident"),
         (run_train, "--contestants floor", "floor checkpoints the blocks that protrain does: name that before it"),
         (run_planner, "--read {folder}", "--read: cannot read Results from {folder}/planner.json"),
         (run_exactness, "--gpus 3", "--gpus must be a power of two"),
@@ -251,11 +247,7 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
 )
 @needs_no_gpu
 def test_wrong_options_are_refused(
-    command: Callable[[list[str]], int],
-    options: str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[[list[str]], int], options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as stop:

@@ -49,15 +49,9 @@ def test_the_words_of_lora_are_read() -> None:
         (["--lora", "rank=16"], "'rank=16' is not made of r=N, alpha=N, targets=NAMES and dropout=P"),
         (["--lora", "r=many"], "'r=many' is not made of r=N"),
         (["--lora", "r=0"], "`r` should be a positive integer"),
-        (
-            ["--lora", "r=4,targets=qproj"],
-            "Target modules {'qproj'} not found in the base model",
-        ),
+        (["--lora", "r=4,targets=qproj"], "Target modules {'qproj'} not found in the base model"),
         (["--lora", "r=4,targets=embed_tokens"], "model.embed_tokens is no linear layer"),
-        (
-            ["--freeze", "model.layer.*"],
-            "--freeze 'model.layer.*' matches no parameter; there are model.",
-        ),
+        (["--freeze", "model.layer.*"], "--freeze 'model.layer.*' matches no parameter; there are model."),
         (["--freeze", "*"], "--freeze leaves nothing to train"),
     ],
 )

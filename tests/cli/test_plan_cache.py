@@ -62,13 +62,7 @@ for words in json.loads(sys.argv[1]):
     "ways",
     [
         [["--hardware", "a100"], ["--hardware", "machine.json", "--json", "--out", "plan.json"]],
-        pytest.param(
-            [
-                ["--hardware", "a100", "--explain"],
-                ["--compare", "a100x1,h100x8x2"],
-            ],
-            marks=pytest.mark.slow,
-        ),
+        pytest.param([["--hardware", "a100", "--explain"], ["--compare", "a100x1,h100x8x2"]], marks=pytest.mark.slow),
     ],
 )
 def test_a_repeated_plan_imports_no_torch(

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import set_dropout, train_under
 from tests.engine import residual
-from tests.engine.harness import (
-    FEW_PLANS,
-    PLANS,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    seeded,
-    wrap_under,
-)
+from tests.engine.harness import FEW_PLANS, PLANS, Spec, adamw, assert_same, default_loss, seeded, wrap_under
 from tests.tiny_models import VOCABULARY, tiny
 
 pytest.importorskip("transformers")

@@ -19,10 +19,7 @@ from tests.distributed.training import train_under
 from tests.engine.harness import Spec
 from tests.tiny_models import tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
 def _say_where() -> None:

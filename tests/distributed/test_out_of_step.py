@@ -115,14 +115,10 @@ FAULTS = {
     ),
     "barrier": Fault(IS_IN + "barrier(), while OTHERS went on to a forward. All ranks must", act=barrier),
     "an error in forward": Fault(
-        RAISED + "a forward, while OTHERS went on to ...: {}",
-        "ArithmeticError: forward fails",
-        act=fail("forward"),
+        RAISED + "a forward, while OTHERS went on to ...: {}", "ArithmeticError: forward fails", act=fail("forward")
     ),
     "an error in backward": Fault(  # autograd tells it to the script alone
-        RAISED + "a backward, while OTHERS went on to the ",
-        "ArithmeticError: backward fails",
-        act=fail("backward"),
+        RAISED + "a backward, while OTHERS went on to the ", "ArithmeticError: backward fails", act=fail("backward")
     ),
     "an error in the profile": Fault(
         RAISED + "protrain.wrap, while OTHERS went on to ...: {}",

@@ -248,10 +248,7 @@ def wrap_with(rank: int, what: str) -> None:
     [
         ("tensor parallelism", "parameter blocks.0.first.weight is a DTensor, .* tensor, context or pipeline "),
         ("HSDP", r"parameter enter.weight is a DTensor, .* replicas of shards \(HSDP\)"),
-        (
-            "mesh",
-            r"process_group must be a .*, not a DeviceMesh\. .*mesh\[name\].get_group\(\).*\(HSDP\)",
-        ),
+        ("mesh", r"process_group must be a .*, not a DeviceMesh\. .*mesh\[name\].get_group\(\).*\(HSDP\)"),
         ("dp", "process_group must be a torch.distributed.ProcessGroup, not a str"),
     ],
 )

@@ -17,10 +17,7 @@ from protrain.common.errors import MisuseError
 from tests.engine import residual
 from tests.engine.harness import FEW_PLANS, Batch, Loop, Spec, adamw, check_equal_to_plain, seeded, wrap_under
 
-SPECS = (
-    Spec("none", "least", "c", small=True, speculate=True),
-    Spec("some", "least", "isin"),
-)
+SPECS = (Spec("none", "least", "c", small=True, speculate=True), Spec("some", "least", "isin"))
 WIDTH = 24
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
 

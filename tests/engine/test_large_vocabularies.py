@@ -51,8 +51,7 @@ def test_bits(family: str, persist: str, mode: str, inside: bool, device: torch.
 
 
 @pytest.mark.parametrize(
-    ("family", "persist"),
-    [("llama", "none"), ("llama", "some"), ("llama-frozen", "none"), ("gpt2", "none")],
+    ("family", "persist"), [("llama", "none"), ("llama", "some"), ("llama-frozen", "none"), ("gpt2", "none")]
 )
 def test_chunks_are_fetched_as_predicted(family: str, persist: str) -> None:
     model = make(family)

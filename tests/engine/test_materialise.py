@@ -80,12 +80,7 @@ def saved(folder: Path, make: Callable[[], Any] = gpt2, *, shards: bool = False,
     [(gpt2, True, False, torch.float32), (gpt2, False, True, torch.float16), (mixtral, True, True, torch.bfloat16)],
 )
 def test_weights_are_those_of_the_files(
-    make: Callable[[], Any],
-    prefix: bool,
-    shards: bool,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    wrapped: Callable[..., Any],
+    make: Callable[[], Any], prefix: bool, shards: bool, dtype: torch.dtype, tmp_path: Path, wrapped: Callable[..., Any]
 ) -> None:
     """Files in several parts, over which the experts of a layer are spread, go into offloaded chunks."""
     reference = saved(tmp_path, make, shards=shards, prefix=prefix)
@@ -256,11 +251,7 @@ DAMAGE: list[tuple[Callable[[], Any], Callable[[Path], None], str]] = [
 @pytest.mark.usefixtures("no_profile")
 @pytest.mark.parametrize(("make", "damage", "words"), DAMAGE)
 def test_damaged_weights_are_named_before_anything_is_loaded(
-    make: Callable[[], Any],
-    damage: Callable[[Path], None],
-    words: str,
-    tmp_path: Path,
-    wrapped: Callable[..., Any],
+    make: Callable[[], Any], damage: Callable[[Path], None], words: str, tmp_path: Path, wrapped: Callable[..., Any]
 ) -> None:
     saved(tmp_path, make)
     damage(tmp_path)

@@ -65,9 +65,7 @@ class _Collecting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("modes", "packed"),
-    [("n", False), ("s", False), ("s", True), ("i", False), ("c", False)],
-    ids=str,
+    ("modes", "packed"), [("n", False), ("s", False), ("s", True), ("i", False), ("c", False)], ids=str
 )
 @pytest.mark.parametrize("keep", ["until the end", "for a while", ""])
 def test_inputs_that_the_model_holds_are_in_the_plan_for_as_long(keep: str, modes: str, packed: bool) -> None:
@@ -162,10 +160,7 @@ class _Between(nn.Module):
         return torch.stack([self.head(x).square().mean(), *more]).sum()
 
 
-PLANS = {
-    **{mode: (mode, False) for mode in "nsci"},
-    **{"packed": ("s", True), "mixed": ("sicn", False)},
-}
+PLANS = {**{mode: (mode, False) for mode in "nsci"}, **{"packed": ("s", True), "mixed": ("sicn", False)}}
 GRADIENTS = ("of a copy", "of a copy, graph", "of the input", "of the input, graph", "of the weight")
 
 

@@ -78,10 +78,7 @@ def rows(count: int) -> list[Batch]:
 
 @pytest.mark.parametrize(
     ("dtype", "specs"),
-    [
-        (torch.float32, [BOTH[1], MIXED[0], *MOVES[::2]]),
-        (torch.bfloat16, [BOTH[0], BOTH[1], MIXED[1], *MOVES[1::2]]),
-    ],
+    [(torch.float32, [BOTH[1], MIXED[0], *MOVES[::2]]), (torch.bfloat16, [BOTH[0], BOTH[1], MIXED[1], *MOVES[1::2]])],
     ids=str,
 )
 def test_what_is_moved_has_the_bits_of_the_plain_loop(

@@ -80,11 +80,7 @@ def resident(engine: Engine) -> list[Tensor]:
 
 
 def peak_bytes(
-    optimizer: ProTrainOptimizer,
-    forward: Callable[[], Any],
-    inputs: Iterable[Tensor],
-    *,
-    backwards: int = 1,
+    optimizer: ProTrainOptimizer, forward: Callable[[], Any], inputs: Iterable[Tensor], *, backwards: int = 1
 ) -> int:
     """Most bytes alive in the second step: ``inputs``, outputs until the next, and all of the engine."""
     meter = DeviceMeter(optimizer._engine)

@@ -19,13 +19,7 @@ import torch
 
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration import calibrate
-from protrain.hardware.calibration.activities import (
-    CPU,
-    Activity,
-    AdamChunk,
-    host_updates,
-    largest_product,
-)
+from protrain.hardware.calibration.activities import CPU, Activity, AdamChunk, host_updates, largest_product
 from protrain.hardware.calibration.contention import groups_of, rates_of, rates_together, shares_of
 from protrain.hardware.calibration.run import Calibration
 from protrain.hardware.calibration.timing import Effort

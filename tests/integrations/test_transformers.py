@@ -16,16 +16,7 @@ from protrain.integrations.transformers import ProTrainTrainer
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import assert_same
-from tests.integrations.clients import (
-    CLIENTS,
-    Run,
-    is_before,
-    llama,
-    make,
-    texts,
-    train,
-    train_on_rank,
-)
+from tests.integrations.clients import CLIENTS, Run, is_before, llama, make, texts, train, train_on_rank
 from tests.tiny_models import VOCABULARY
 
 transformers = pytest.importorskip("transformers")

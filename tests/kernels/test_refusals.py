@@ -101,11 +101,7 @@ _streamed = partial(
 STREAMED: list[Case] = [
     (_streamed, {"exp_avg": torch.zeros(128)}, "exp_avg has 128 elements"),
     (_streamed, {"scale": torch.zeros(2)}, "scale must be one float32"),
-    (
-        _streamed,
-        {"weight": torch.zeros(256, dtype=BF16, device="meta")},
-        "weight must be in pinned host memory for",
-    ),
+    (_streamed, {"weight": torch.zeros(256, dtype=BF16, device="meta")}, "weight must be in pinned host memory for"),
     (_streamed, {"gradient_factor": 0.5}, "gradient_factor is 0.5, and a torch.bfloat16 gradient is finished"),
 ]
 _flatten = partial(
@@ -133,11 +129,7 @@ FLATTEN: list[Case] = [
     (_flatten, {"chunk": torch.zeros(300, dtype=BF16)}, "chunk has 300 elements"),
     (_flatten, {"weight_dtype": I16}, "weight_dtype must be one of"),
     (_two, {"tensors": [torch.zeros(200), torch.zeros(100)]}, "piece 1 begins at 128, where another reaches to 256"),
-    (
-        _two,
-        {"tensors": [torch.zeros(9), torch.zeros(9).half()]},
-        "tensors[1] is torch.float16, tensors[0] torch.fl",
-    ),
+    (_two, {"tensors": [torch.zeros(9), torch.zeros(9).half()]}, "tensors[1] is torch.float16, tensors[0] torch.fl"),
     (
         unflatten,
         {"chunk": SAME, "tensors": [torch.zeros(9), torch.zeros(9, device="meta")], "offsets": [0, 128]},

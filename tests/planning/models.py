@@ -110,10 +110,7 @@ def make_profile(
     segments += [(phase, None, live, saved // 2, 4.0) for phase in ("forward", "backward")]
     for at in reversed(range(n_blocks)):
         live = (at + 1) * (saved // 16)
-        segments += [
-            ("backward", at, live, saved + saved // 4, 3 * ms),
-            ("backward", None, live - saved // 16, 0, 0.5),
-        ]
+        segments += [("backward", at, live, saved + saved // 4, 3 * ms), ("backward", None, live - saved // 16, 0, 0.5)]
     units = [(at - 1 if 0 < at <= n_blocks else None, (at,)) for at in range(n_blocks + 2)]
     return profile_of([(elements, 0)] * (n_blocks + 2), units, equal_blocks(n_blocks, ms, 2 * ms, saved), segments)
 

@@ -9,15 +9,7 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import (
-    BlockMode,
-    Plan,
-    block_modes,
-    check,
-    evaluate,
-    fingerprint,
-    search,
-)
+from protrain.planning import BlockMode, Plan, block_modes, check, evaluate, fingerprint, search
 from protrain.planning.plan import name_other_use, refuse_other_model
 from protrain.planning.predict import host_gparams
 from protrain.profiler.model_profile import ModelProfile

@@ -8,17 +8,7 @@ from dataclasses import replace
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.planning import (
-    Answer,
-    BlockMode,
-    Comparison,
-    MemoryModel,
-    Models,
-    check,
-    explain,
-    pack,
-    search,
-)
+from protrain.planning import Answer, BlockMode, Comparison, MemoryModel, Models, check, explain, pack, search
 from protrain.planning.answer import Job
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
 from tests.planning.models import H100, MACHINE, MIB, TWO, N, busy_ms, chain, machine, make_profile, model_of, placed

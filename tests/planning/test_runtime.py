@@ -78,8 +78,7 @@ STEPS = {
         profile=chain(4.0, 6.0), counts=placed(1, 2), expected_ms=4 * 10.0 + DEVICE_UPDATE_MS
     ),
     "one buffer leaves nothing to fetch ahead": Step(
-        counts=placed(0, 1),
-        expected_ms=MOVE_MS + UPDATE_MS + 4 * (3.0 + MOVE_MS) + 3 * (6.0 + MOVE_MS) + 6.0,
+        counts=placed(0, 1), expected_ms=MOVE_MS + UPDATE_MS + 4 * (3.0 + MOVE_MS) + 3 * (6.0 + MOVE_MS) + 6.0
     ),
     "the host updates from the norm to the last chunk": Step(
         hardware=SLOW, counts=placed(1, 2), expected_ms=3 * 100.0 + MOVE_MS + 3.0 + 4 * 6.0
@@ -133,9 +132,7 @@ STEPS = {
     ),
     "ranks: gathers of backward are hidden": Step(hardware=TWO, counts=placed(4, 2), expected_ms=RANKS_MS),
     "ranks: both links are faster": Step(
-        hardware=FASTER,
-        counts=placed(4, 4),
-        expected_ms=4 * 9.0 + 0.1 + 0.2 + 2 * COLLECTIVE_MS + DEVICE_UPDATE_MS / 2,
+        hardware=FASTER, counts=placed(4, 4), expected_ms=4 * 9.0 + 0.1 + 0.2 + 2 * COLLECTIVE_MS + DEVICE_UPDATE_MS / 2
     ),
     "ranks: computing is slower beside four gathers and reductions": Step(
         hardware=SLOWED, counts=placed(4, 4), expected_ms=RANKS_MS + 2 * 0.25 * (4 + 4) * WHOLE_MS

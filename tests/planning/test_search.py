@@ -143,11 +143,7 @@ def test_input_offload_makes_fit_what_else_would_not() -> None:
 
 
 STEADY = replace(  # nothing helps its host
-    H100,
-    device_bytes=40 * GIB,
-    host_bytes=200 * GIB,
-    host_adam_gparams=4.9,
-    streamed_adam_gparams=None,
+    H100, device_bytes=40 * GIB, host_bytes=200 * GIB, host_adam_gparams=4.9, streamed_adam_gparams=None
 )
 
 

@@ -307,10 +307,7 @@ def test_a_profile_survives_its_file(tmp_path: Any) -> None:
     for change, message in (
         ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
         ({"output_bytes": 2**63}, "output_bytes must be a finite number less than 2"),
-        (
-            {"segments": [{**traced.segments[0].to_dict(), "duration_ms": math.nan}]},
-            "duration_ms must be a finite",
-        ),
+        ({"segments": [{**traced.segments[0].to_dict(), "duration_ms": math.nan}]}, "duration_ms must be a finite"),
     ):
         (tmp_path / "edited.json").write_text(json.dumps({**traced.to_dict(), **change}))
         with pytest.raises(ValueError, match=message):

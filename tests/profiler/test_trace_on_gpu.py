@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from tests.profiler.test_trace import _batch, _Block, _Model, profile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:

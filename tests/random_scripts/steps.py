@@ -18,16 +18,7 @@ from tests.random_scripts.models import WIDTH, batch
 
 _OFTEN = ("usual",) * 8
 # Several ranks refuse these.
-OF_ONE_PROCESS = (
-    "two",
-    "part",
-    "weights",
-    "only weights",
-    "checkpointed",
-    "reentrant",
-    "by hand",
-    "weight penalty",
-)
+OF_ONE_PROCESS = ("two", "part", "weights", "only weights", "checkpointed", "reentrant", "by hand", "weight penalty")
 _MORE = "block", "autocast", "penalty", "both", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
 KINDS = (*_OFTEN, *_MORE, *OF_ONE_PROCESS)
 

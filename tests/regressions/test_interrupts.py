@@ -17,17 +17,7 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine.harness import Calls
-from tests.regressions.plain import (
-    Blocks,
-    assert_same,
-    both_plans,
-    left,
-    rows,
-    same_bits,
-    step,
-    train,
-    wrapped,
-)
+from tests.regressions.plain import Blocks, assert_same, both_plans, left, rows, same_bits, step, train, wrapped
 
 both_errors = pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 
