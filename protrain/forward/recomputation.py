@@ -50,7 +50,7 @@ class Recomputation:
         self._on = device
         self._forms: list[_Form] = []  # of the tensors that the first run saved
         self._recomputed: dict[int, Any] = {}  # what keeps the tensors that the second run saved, by their number
-        # The tensors that it was given, key/value caches' as well, with their versions when the first run began.
+        # The tensors that it was given, also in key/value caches, with their versions when the first run began.
         self.watched: list[tuple[Tensor, int]] = []
 
     # -- what a subclass may change

@@ -7,8 +7,8 @@ of the same form (type, shape, stride, offset) there. This copies nothing and wo
 
 [Note: written over] Autograd raises if a backward needs a saved tensor that was changed in place since, but it does not
 check tensors that go through hooks. So the engine checks the version of every tensor that stays on the device, or is
-copied to the host later, when it is used. The inputs of a block that is recomputed are checked likewise, in a profile,
-too, so that no plan decides whether they may change.
+copied to the host later, when it is used. The inputs of a block that is recomputed are checked likewise. A profile
+checks them, too, so that no plan decides whether they may change.
 
 A ``Frame`` stands for one call of a unit. Its class is the activation mode: keep saved tensors (NONE), keep the
 inputs only and run forward again (CKPT), move saved tensors to host memory and back (SWAP), or keep the inputs in host
