@@ -92,6 +92,10 @@ class WrapOptions:
         default=None,
         metadata={"help": "The type of Adam's moments: float32, or bfloat16 for 4 bytes less a parameter."},
     )
+    compile: bool | None = field(
+        default=None,
+        metadata={"help": "Compile the blocks, by which losses differ in their last digits. Sft does so on a GPU."},
+    )
     chunked_loss: bool | None = field(
         default=None, metadata={"help": "Compute the loss in pieces. The default is where it is the same loss."}
     )
@@ -178,9 +182,8 @@ def parse(words: Sequence[str]) -> Options:
             )
         training.precompute_ref_log_probs = not model.use_peft
     if training.learning_rate is None:
-        usual = kind.__dataclass_fields__["learning_rate"].default
-        training.learning_rate = _LORA_LEARNING_RATE if model.use_peft and task != "dpo" else usual
-    if training.output_dir in (None, "trainer_output"):
+        training.learning_rate = _LORA_LEARNING_RATE if model.use_peft and task != "dpo" else kind.learning_rate
+    if training.output_dir == "trainer_output":  # its default
         training.output_dir = f"runs/{Path(model.model_name_or_path).name}"
     return options
 
@@ -225,7 +228,7 @@ def train(options: Options) -> None:
                 "folder chat_templates), or --assistant_only_loss false to train on all words, those of the user too"
             ) from None
         if first:
-            _describe(trainer, str(options.data.dataset_name), rows)
+            _describe(trainer, options.data.dataset_name, rows)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         print_line(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
@@ -237,19 +240,21 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     pairs = isinstance(training, trl.DPOConfig)
     in_bf16 = training.bf16 or model_options.dtype == "bfloat16"
     model_options.dtype = "bfloat16" if in_bf16 else "float32"  # in which 4-bit layers compute
-    dtype = getattr(torch, model_options.dtype)
     apart = pairs or keeps_rows_apart(model)
     arguments = {key: value for key, value in vars(options.wrap).items() if value is not None}
-    attention = {"attn_implementation": model_options.attn_implementation}
+    # TRL does not compile the reference of a pair, from which a compiled model would differ before the first step.
+    arguments.setdefault("compile", training.torch_compile or not (pairs or training.use_cpu))
+    kind = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation}
     quantised = trl.get_quantization_config(model_options)
     if quantised is None:
         with protrain.empty_parameters():
-            model = transformers.AutoModelForCausalLM.from_config(model.config, dtype=dtype, **attention)
+            model = transformers.AutoModelForCausalLM.from_config(model.config, **kind)
         if not model_options.from_scratch:
             arguments["weights"] = name
     else:
-        device = {"device_map": {"": training.device}, "quantization_config": quantised}
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention, **device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            name, device_map={"": training.device}, quantization_config=quantised, **kind
+        )
         for layer in model.modules():
             # Otherwise an evaluation on some CPUs packs 4-bit weights for good, so that no training could follow it.
             if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -284,18 +289,21 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
             protrain=arguments,
         )
     if packing and "flash" not in (model.config._attn_implementation or ""):
-        trainer.data_collator = PackedRows(tokenizer.pad_token_id, return_position_ids=True)
+        trainer.data_collator = PackedRows(  # to one length, for which the blocks are compiled once
+            tokenizer.pad_token_id, return_position_ids=True, pad_to_multiple_of=training.max_length
+        )
     return trainer
 
 
-def _describe(trainer: Any, name: str, rows: Any) -> None:
+def _describe(trainer: Any, name: Any, rows: Any) -> None:
     """Say what is trained on: rows, tokens and passes."""
     import pyarrow.compute as compute
 
     columns = [each for each in trainer.train_dataset.column_names if each.endswith("_ids")]
     tables = trainer.train_dataset.select_columns(columns).with_format("arrow").iter(1000)
-    lengths = (compute.list_value_length(table[each]) for table in tables for each in columns)
-    tokens = sum(compute.sum(length).as_py() or 0 for length in lengths)
+    tokens = sum(
+        compute.sum(compute.list_value_length(table[each])).as_py() or 0 for table in tables for each in columns
+    )
     steps = trainer.args.max_steps
     length = f"steps: {steps}" if steps > 0 else f"passes: {trainer.args.num_train_epochs:g}"
     print_line(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {length}")

@@ -113,9 +113,9 @@ def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer
 
 def precision_of(args: Any) -> str:
     """The mixed precision of the training arguments ``args``: "no", "bf16", "fp16" or what `accelerate launch` says."""
-    if args.bf16 or args.fp16:
-        return "bf16" if args.bf16 else "fp16"
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if args.bf16:
+        return "bf16"
+    return "fp16" if args.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def refuse_precision(precision: str, given: str) -> None:

@@ -193,7 +193,7 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
         Trainers count and record what they prepare and compute, and the batch that is planned for is not trained on.
         """
         twin = copy.copy(self)
-        twin.__dict__.update({name: _apart(value) for name, value in vars(self).items()})
+        twin.__dict__.update(_apart(vars(self)))
         twin.state = copy.copy(self.state)
         if hasattr(self, "reward_funcs"):  # TRL's, whose functions are the user's
             twin.reward_funcs = [each if isinstance(each, nn.Module) else _no_reward for each in self.reward_funcs]
@@ -219,7 +219,10 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
 
         hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         try:
-            self.training_step(self.model, batch, None)
+            # The Trainer counts labels on all ranks, which a rank alone cannot.
+            self.training_step(
+                self.model, batch, torch.ones((), device=self.args.device) if "labels" in batch else None
+            )
         except _Called as called:
             if whole.forward != forward:
                 raise ValueError(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import cuda, cudnn
 
 from protrain.common import batch as batches
 from protrain.common.parameters import is_managed
@@ -137,18 +138,17 @@ def _user_code() -> str:
 
 def _settings(device_type: str) -> list[Any]:
     """The switches of torch that decide which kernels run, and in which types: whether autocast is on, for example."""
-    cuda = torch.backends.cuda
     cast_to = autocast_dtype(device_type)
     return [
         str(cast_to),
         cast_to is not None and torch.is_autocast_cache_enabled(),
         str(torch.get_default_dtype()),
-        torch.get_float32_matmul_precision(),
+        cuda.matmul.fp32_precision,  # torch.get_float32_matmul_precision() fails once transformers has set it
         torch.are_deterministic_algorithms_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
         cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.benchmark,
+        cudnn.benchmark,
     ]

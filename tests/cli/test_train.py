@@ -18,6 +18,7 @@ import torch
 
 from protrain.checkpoint.tensor_files import used_alone
 from protrain.cli.main import main
+from protrain.forward.compilation import graphs_compiled
 from tests.distributed.apart import LIMIT_S
 from tests.tiny_models import tiny
 
@@ -137,6 +138,17 @@ def test_chats_train_on_the_words_of_the_assistant(workplace: Path, tmp_path: Pa
         assert run(tmp_path, folder, data=workplace / "chats.jsonl", **options) == 0
         assert logged(folder) == [pytest.approx(total / count, rel=1e-5)]
     assert run(tmp_path, tmp_path / "all", data=workplace / "chats.jsonl", assistant_only_loss=False, max_steps=1) == 0
+
+
+@pytest.mark.slow
+def test_packed_rows_are_compiled_for_once(workplace: Path, tmp_path: Path) -> None:
+    graphs, losses = graphs_compiled(), []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        assert run(workplace, folder, compile=compiled, packing=True, per_device_train_batch_size=1) == 0
+        losses.append(logged(folder))
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)  # with other random numbers for dropout
+    assert graphs_compiled() == graphs + 1
 
 
 TABLE = [{"instruction": "Which comes next?", "input": str(number), "output": str(number + 1)} for number in range(40)]
