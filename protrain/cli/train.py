@@ -94,7 +94,7 @@ class WrapOptions:
     )
     compile: bool | None = field(
         default=None,
-        metadata={"help": "Compile the blocks, by which losses differ in their last digits. Sft does so on a GPU."},
+        metadata={"help": "Compile the blocks, by which losses differ in their last digits. SFT does so on a GPU."},
     )
     chunked_loss: bool | None = field(
         default=None, metadata={"help": "Compute the loss in pieces. The default is where it is the same loss."}
