@@ -244,16 +244,16 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     arguments = {key: value for key, value in vars(options.wrap).items() if value is not None}
     # TRL does not compile the reference of a pair, from which a compiled model would differ before the first step.
     arguments.setdefault("compile", training.torch_compile or not (pairs or training.use_cpu))
-    kind = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation}
+    how = {"dtype": model_options.dtype, "attn_implementation": model_options.attn_implementation}
     quantised = trl.get_quantization_config(model_options)
     if quantised is None:
         with protrain.empty_parameters():
-            model = transformers.AutoModelForCausalLM.from_config(model.config, **kind)
+            model = transformers.AutoModelForCausalLM.from_config(model.config, **how)
         if not model_options.from_scratch:
             arguments["weights"] = name
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            name, device_map={"": training.device}, quantization_config=quantised, **kind
+            name, device_map={"": training.device}, quantization_config=quantised, **how
         )
         for layer in model.modules():
             # Otherwise an evaluation on some CPUs packs 4-bit weights for good, so that no training could follow it.

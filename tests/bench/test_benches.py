@@ -43,7 +43,8 @@ def test_kernels_on_a_gpu(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, env=alone, check=True, timeout=240)
     rows = json.loads((tmp_path / "kernels.json").read_text())
     assert {"flatten, norm", "unflatten"} <= {row["operator"] for row in rows}
-    assert all(row["percent_of_roof"] > 0 for row in rows)
+    most = 120 if alone == os.environ else float("inf")  # other tests work on the GPU, and change the rates
+    assert all(0 < row["percent_of_roof"] < most for row in rows)
 
 
 @pytest.mark.slow
